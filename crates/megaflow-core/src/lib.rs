@@ -1,0 +1,10 @@
+//! What every crate of megaflow shares: token types, and the trait through which samples reach the loader.
+//!
+//! No I/O and no threads live here.
+#![forbid(unsafe_code)]
+
+mod dtype;
+mod sample;
+
+pub use dtype::{TokenDtype, U16_VOCAB_LIMIT};
+pub use sample::{SampleError, SampleSource};

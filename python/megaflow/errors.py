@@ -1,0 +1,49 @@
+"""Every error that megaflow raises on purpose.
+
+Each class is a child of `MegaflowError` and of the builtin that a caller would catch anyway. The message is one or more sentences that
+name the file, the place, what was expected, what was found, and the remedy. The Rust core raises the same classes.
+"""
+
+
+class MegaflowError(Exception):
+    """Base of all errors that a user, a file or a cluster can cause."""
+
+
+class ConfigError(MegaflowError, ValueError):
+    """A setting is wrong, or contradicts another one."""
+
+
+class ShapeError(MegaflowError, ValueError):
+    """Tensors whose shapes must agree do not."""
+
+
+class DataFormatError(MegaflowError, ValueError):
+    """A file does not hold what its format promises: an input record, an `.idx`, a `.bin`, a sidecar."""
+
+
+class TokenizerError(MegaflowError, ValueError):
+    """A tokenizer cannot be loaded, or cannot do what was asked of it."""
+
+
+class MissingFileError(MegaflowError, FileNotFoundError):
+    """A file or folder that was named does not exist."""
+
+
+class FileAccessError(MegaflowError, OSError):
+    """A file exists but cannot be read or written: permission, full disk, read error."""
+
+
+class SampleIndexError(MegaflowError, IndexError):
+    """A document or sample position lies outside the dataset."""
+
+
+class NoDocumentsError(MegaflowError, ValueError):
+    """The input holds no document at all, so nothing was written."""
+
+
+class CheckpointError(MegaflowError, RuntimeError):
+    """A checkpoint is missing, incomplete, or does not fit this run."""
+
+
+class ForkError(MegaflowError, RuntimeError):
+    """An object with threads was used in a forked child, where its threads do not exist."""
