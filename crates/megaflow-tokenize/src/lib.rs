@@ -1,1 +1,27 @@
-//! placeholder
+//! Documents to token ids: one [`Tokenizer`], whatever file it came from, and one [`Encoder`] for each thread.
+//!
+//! ```
+//! use megaflow_tokenize::{EncodeOptions, Tokenizer};
+//!
+//! let json = br#"{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"},
+//!     "pre_tokenizer": {"type": "Whitespace"}}"#;
+//! let tokenizer = Tokenizer::from_tokenizer_json(json)?;
+//! let mut ids = Vec::new();
+//! tokenizer.encoder(EncodeOptions::default())?.encode("a b a", &mut ids)?;
+//! assert_eq!(ids, [0, 1, 0]);
+//! # Ok::<(), megaflow_tokenize::TokenizeError>(())
+//! ```
+#![forbid(unsafe_code)]
+
+mod error;
+mod fallback;
+mod load;
+mod spec;
+mod special;
+mod tokenizer;
+
+pub use error::TokenizeError;
+pub use load::TokenizerFiles;
+pub use spec::{AddedTokenSpec, ModelSpec, TokenizerSpec};
+pub use special::SpecialTokensInText;
+pub use tokenizer::{EncodeOptions, Encoder, Engine, EngineEncoder, EngineKind, Tokenizer};

@@ -1,0 +1,178 @@
+//! Finding out what tokenizer a path holds. Content decides, not the name.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::{TokenizeError, Tokenizer, TokenizerSpec};
+
+/// A loaded tokenizer and the files that it was read from.
+pub struct TokenizerFiles {
+    /// The tokenizer.
+    pub tokenizer: Tokenizer,
+    /// The files, in the order in which they were read.
+    pub files: Vec<PathBuf>,
+}
+
+impl TokenizerFiles {
+    /// Loads a `tokenizer.json`, or a folder that holds one or holds `vocab.json` and `merges.txt`.
+    ///
+    /// # Errors
+    /// [`TokenizeError`] naming the file and what was found in it.
+    pub fn from_path(path: &Path) -> Result<Self, TokenizeError> {
+        if path.is_dir() {
+            return Self::from_folder(path);
+        }
+        let bytes = read(path)?;
+        match content_of(&bytes) {
+            Content::TokenizerJson => {
+                let folder = path.parent().unwrap_or(Path::new(""));
+                let tokenizer =
+                    Tokenizer::with_declared_eod(&bytes, declared_eod(folder)?).map_err(|e| at(path, &e))?;
+                Ok(Self { tokenizer, files: vec![path.to_owned()] })
+            }
+            Content::Vocabulary => match sibling(path, &["merges.txt", "vocab.bpe"]) {
+                Some(merges) => Self::from_vocab_and_merges(path, &merges),
+                None => Err(not_a_tokenizer(path, "is a vocabulary; name its merges with --merge-file")),
+            },
+            Content::Other => Err(not_a_tokenizer(
+                path,
+                "expected a tokenizer.json (a JSON object with \"model\") or a vocabulary (a JSON object of ids)",
+            )),
+        }
+    }
+
+    /// Loads GPT-2's two files, a JSON vocabulary and a list of merges.
+    ///
+    /// # Errors
+    /// [`TokenizeError`] naming the file and what was found in it.
+    pub fn from_vocab_and_merges(vocab: &Path, merges: &Path) -> Result<Self, TokenizeError> {
+        let vocab_bytes = read(vocab)?;
+        let merges_text = String::from_utf8(read(merges)?)
+            .map_err(|error| not_a_tokenizer(merges, &format!("expected a list of merges in UTF-8: {error}")))?;
+        let json = TokenizerSpec::tokenizer_json_from_vocab_and_merges(&vocab_bytes, &merges_text)
+            .map_err(|error| at(vocab, &error))?;
+        let tokenizer = Tokenizer::from_tokenizer_json(&json).map_err(|error| at(vocab, &error))?;
+        Ok(Self { tokenizer, files: vec![vocab.to_owned(), merges.to_owned()] })
+    }
+
+    fn from_folder(folder: &Path) -> Result<Self, TokenizeError> {
+        let file = folder.join("tokenizer.json");
+        if file.is_file() {
+            return Self::from_path(&file);
+        }
+        let vocab = sibling(&file, &["vocab.json", "encoder.json"]);
+        let merges = sibling(&file, &["merges.txt", "vocab.bpe"]);
+        match (vocab, merges) {
+            (Some(vocab), Some(merges)) => Self::from_vocab_and_merges(&vocab, &merges),
+            _ => Err(not_a_tokenizer(folder, "the folder holds neither tokenizer.json nor vocab.json with merges.txt")),
+        }
+    }
+}
+
+enum Content {
+    TokenizerJson,
+    Vocabulary,
+    Other,
+}
+
+fn content_of(bytes: &[u8]) -> Content {
+    #[derive(serde::Deserialize)]
+    struct Probe {
+        model: Option<serde::de::IgnoredAny>,
+    }
+    if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
+        return Content::Other; // serde would take a list for the fields of a structure
+    }
+    match serde_json::from_slice::<Probe>(bytes) {
+        Ok(Probe { model: Some(_) }) if !is_vocabulary(bytes) => Content::TokenizerJson,
+        Ok(_) if is_vocabulary(bytes) => Content::Vocabulary,
+        _ => Content::Other,
+    }
+}
+
+fn is_vocabulary(bytes: &[u8]) -> bool {
+    serde_json::from_slice::<std::collections::HashMap<String, u32>>(bytes).is_ok_and(|ids| !ids.is_empty())
+}
+
+/// `eos_token` of the `tokenizer_config.json` in a folder, if there is one.
+fn declared_eod(folder: &Path) -> Result<Option<String>, TokenizeError> {
+    let path = folder.join("tokenizer_config.json");
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let config: Value = serde_json::from_slice(&read(&path)?)
+        .map_err(|error| not_a_tokenizer(&path, &format!("is not JSON: {error}")))?;
+    let token = &config["eos_token"];
+    Ok(token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned))
+}
+
+fn sibling(path: &Path, names: &[&str]) -> Option<PathBuf> {
+    names.iter().map(|name| path.with_file_name(name)).find(|candidate| candidate.is_file())
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, TokenizeError> {
+    fs::read(path).map_err(|source| match source.kind() {
+        std::io::ErrorKind::NotFound => TokenizeError::Missing { path: path.to_owned() },
+        _ => TokenizeError::Io { path: path.to_owned(), source },
+    })
+}
+
+fn not_a_tokenizer(path: &Path, detail: &str) -> TokenizeError {
+    TokenizeError::NotATokenizer { path: path.to_owned(), detail: detail.to_owned() }
+}
+
+fn at(path: &Path, error: &TokenizeError) -> TokenizeError {
+    not_a_tokenizer(path, &error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const VOCAB: &str = r#"{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}"#;
+
+    fn ids(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
+        let mut ids = Vec::new();
+        tokenizer.encoder(crate::EncodeOptions::default()).unwrap().encode(text, &mut ids).unwrap();
+        ids
+    }
+
+    #[test]
+    fn a_vocabulary_named_txt_with_merges_is_byte_level_bpe() {
+        let folder = tempfile::tempdir().unwrap();
+        let (vocab, merges) = (folder.path().join("vocab.txt"), folder.path().join("merges.txt"));
+        fs::write(&vocab, VOCAB).unwrap();
+        fs::write(&merges, "#version: 0.2\na b\n").unwrap();
+        let loaded = TokenizerFiles::from_path(&vocab).unwrap();
+        assert_eq!(ids(&loaded.tokenizer, "abba"), [2, 1, 0]);
+        assert_eq!(loaded.files, [vocab, merges]);
+        assert_eq!(loaded.tokenizer.eod(None).unwrap(), Some(("<|endoftext|>".to_owned(), 3)));
+    }
+
+    #[test]
+    fn what_is_no_tokenizer_is_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let message = |path: &Path| TokenizerFiles::from_path(path).err().unwrap().to_string();
+        assert!(message(&folder.path().join("gone.json")).contains("no such tokenizer file"));
+        assert!(message(folder.path()).contains("neither tokenizer.json nor vocab.json"));
+        let file = folder.path().join("lone.json");
+        fs::write(&file, VOCAB).unwrap();
+        assert!(message(&file).contains("name its merges with --merge-file"));
+        fs::write(&file, "[1]").unwrap();
+        assert!(message(&file).contains("lone.json: expected a tokenizer.json"));
+    }
+
+    #[test]
+    fn the_end_of_document_that_a_config_declares_is_used() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("vocab.json"), VOCAB).unwrap();
+        fs::write(folder.path().join("merges.txt"), "a b\n").unwrap();
+        let json = TokenizerSpec::tokenizer_json_from_vocab_and_merges(VOCAB.as_bytes(), "a b\n").unwrap();
+        fs::write(folder.path().join("tokenizer.json"), json).unwrap();
+        fs::write(folder.path().join("tokenizer_config.json"), r#"{"eos_token": {"content": "b"}}"#).unwrap();
+        let loaded = TokenizerFiles::from_path(folder.path()).unwrap();
+        assert_eq!(loaded.tokenizer.eod(None).unwrap(), Some(("b".to_owned(), 1)));
+    }
+}

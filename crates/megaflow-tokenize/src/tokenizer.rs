@@ -1,0 +1,228 @@
+//! The tokenizer that many threads share, and the encoder that one thread owns.
+
+use std::sync::Arc;
+
+use crate::fallback::Fallback;
+use crate::special::SpecialFinder;
+use crate::{SpecialTokensInText, TokenizeError, TokenizerSpec};
+
+/// Which code turns text into ids.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum EngineKind {
+    /// The `tokenizers` crate.
+    HuggingFace,
+}
+
+impl EngineKind {
+    /// Name in reports and in the sidecar.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::HuggingFace => "huggingface-tokenizers",
+        }
+    }
+}
+
+/// How a text is encoded.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct EncodeOptions {
+    /// What to do with text that spells a special token.
+    pub special_tokens_in_text: SpecialTokensInText,
+    /// Whether the post-processor may add its tokens (often a BOS) to each text, as Megatron's Hugging Face path does.
+    pub add_special_tokens: bool,
+}
+
+/// Something that turns text into ids. Shared by threads; each has its own [`EngineEncoder`].
+pub trait Engine: Send + Sync {
+    /// Which one this is.
+    fn kind(&self) -> EngineKind;
+
+    /// State for one thread.
+    fn encoder(&self, options: EncodeOptions) -> Box<dyn EngineEncoder>;
+
+    /// Text of ids, special tokens included.
+    ///
+    /// # Errors
+    /// [`TokenizeError`] if the decoder rule fails.
+    fn decode(&self, ids: &[u32]) -> Result<String, TokenizeError>;
+}
+
+/// State of one thread that encodes.
+pub trait EngineEncoder: Send {
+    /// Appends the ids of `text` to `out`.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Encode`] if the text cannot be encoded; `out` then has its old length or more.
+    fn encode(&mut self, text: &str, out: &mut Vec<u32>) -> Result<(), TokenizeError>;
+}
+
+/// A tokenizer: cheap to clone, shared by threads.
+#[derive(Clone)]
+pub struct Tokenizer {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    spec: TokenizerSpec,
+    engine: Box<dyn Engine>,
+    specials: SpecialFinder,
+    fingerprint: String,
+    vocab_size: u64,
+    declared_eod: Option<String>,
+}
+
+/// Names under which tokenizers keep their end-of-document token, most specific first.
+const KNOWN_EOD: [&str; 6] =
+    ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end\u{2581}of\u{2581}sentence|>", "[SEP]"];
+
+impl Tokenizer {
+    /// From the text of a `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Invalid`] if the text is not a tokenizer.
+    pub fn from_tokenizer_json(bytes: &[u8]) -> Result<Self, TokenizeError> {
+        Self::with_declared_eod(bytes, None)
+    }
+
+    /// As above, with the end-of-document token that a file beside it declares (`eos_token` of `tokenizer_config.json`).
+    pub(crate) fn with_declared_eod(bytes: &[u8], declared_eod: Option<String>) -> Result<Self, TokenizeError> {
+        let spec = TokenizerSpec::from_tokenizer_json(bytes)?;
+        let engine = Box::new(Fallback::from_tokenizer_json(bytes)?);
+        let specials = SpecialFinder::new(&spec.special_tokens())?;
+        let (fingerprint, vocab_size) = (spec.fingerprint(), spec.vocab_size());
+        Ok(Self { inner: Arc::new(Inner { spec, engine, specials, fingerprint, vocab_size, declared_eod }) })
+    }
+
+    /// State for one thread.
+    ///
+    /// # Errors
+    /// None today; engines that check their options will use it.
+    pub fn encoder(&self, options: EncodeOptions) -> Result<Encoder, TokenizeError> {
+        Ok(Encoder {
+            engine: self.inner.engine.encoder(options),
+            policy: options.special_tokens_in_text,
+            tokenizer: self.clone(),
+            special_hits: 0,
+        })
+    }
+
+    /// Number of ids, added tokens included: every id is below it.
+    pub fn vocab_size(&self) -> u64 {
+        self.inner.vocab_size
+    }
+
+    /// SHA-256 over vocabulary, merges and rules; see [`TokenizerSpec::fingerprint`].
+    pub fn fingerprint(&self) -> &str {
+        &self.inner.fingerprint
+    }
+
+    /// Which engine encodes.
+    pub fn engine_kind(&self) -> EngineKind {
+        self.inner.engine.kind()
+    }
+
+    /// Kind of the model: `BPE`, `Unigram`, `WordPiece`, `WordLevel`.
+    pub fn model_kind(&self) -> &str {
+        self.inner.spec.model_kind()
+    }
+
+    /// Id of a token by its text.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.spec.token_id(token)
+    }
+
+    /// The end-of-document token: `explicit` if given, else the declared one, else the first known name.
+    ///
+    /// # Errors
+    /// [`TokenizeError::UnknownToken`] if the explicit or declared one is not in the vocabulary.
+    pub fn eod(&self, explicit: Option<&str>) -> Result<Option<(String, u32)>, TokenizeError> {
+        if let Some(token) = explicit.or(self.inner.declared_eod.as_deref()) {
+            let unknown = || TokenizeError::UnknownToken { token: token.to_owned(), vocab_size: self.inner.vocab_size };
+            return Ok(Some((token.to_owned(), self.token_id(token).ok_or_else(unknown)?)));
+        }
+        Ok(KNOWN_EOD.iter().find_map(|name| self.token_id(name).map(|id| ((*name).to_owned(), id))))
+    }
+
+    /// Text of ids, special tokens included.
+    ///
+    /// # Errors
+    /// [`TokenizeError::UnknownId`] for an id outside the vocabulary.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, TokenizeError> {
+        let vocab_size = self.inner.vocab_size;
+        if let Some(&id) = ids.iter().find(|&&id| u64::from(id) >= vocab_size) {
+            return Err(TokenizeError::UnknownId { id, vocab_size });
+        }
+        self.inner.engine.decode(ids)
+    }
+}
+
+/// State of one thread that encodes texts with one [`Tokenizer`].
+pub struct Encoder {
+    engine: Box<dyn EngineEncoder>,
+    policy: SpecialTokensInText,
+    tokenizer: Tokenizer,
+    special_hits: u64,
+}
+
+impl Encoder {
+    /// Appends the ids of `text` to `out`.
+    ///
+    /// # Errors
+    /// [`TokenizeError::SpecialInText`] under policy `Error`, [`TokenizeError::Encode`] if the engine refuses the text.
+    pub fn encode(&mut self, text: &str, out: &mut Vec<u32>) -> Result<(), TokenizeError> {
+        match self.policy {
+            SpecialTokensInText::Error => self.tokenizer.inner.specials.refuse(text)?,
+            SpecialTokensInText::Text | SpecialTokensInText::Encode => {
+                self.special_hits += self.tokenizer.inner.specials.count(text);
+            }
+        }
+        self.engine.encode(text, out)
+    }
+
+    /// Places seen so far where text spelled a special token.
+    pub fn special_hits(&self) -> u64 {
+        self.special_hits
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WORDS: &str = r#"{"added_tokens": [{"id": 2, "content": "</s>", "single_word": false, "lstrip": false,
+        "rstrip": false, "normalized": false, "special": true}], "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1, "</s>": 2}, "unk_token": "[UNK]"}}"#;
+
+    fn encode(policy: SpecialTokensInText, text: &str) -> Result<(Vec<u32>, u64), TokenizeError> {
+        let tokenizer = Tokenizer::from_tokenizer_json(WORDS.as_bytes())?;
+        let mut encoder =
+            tokenizer.encoder(EncodeOptions { special_tokens_in_text: policy, add_special_tokens: false })?;
+        let mut ids = Vec::new();
+        encoder.encode(text, &mut ids)?;
+        Ok((ids, encoder.special_hits()))
+    }
+
+    #[test]
+    fn special_text_is_text_token_or_error_by_policy_and_is_counted() {
+        assert_eq!(encode(SpecialTokensInText::Text, "a x</s>y").unwrap(), (vec![0, 1], 1));
+        assert_eq!(encode(SpecialTokensInText::Encode, "a x</s>y").unwrap(), (vec![0, 1, 2, 1], 1));
+        let error = encode(SpecialTokensInText::Error, "a x</s>y").unwrap_err().to_string();
+        assert!(error.contains("\"</s>\" at byte 3"), "{error}");
+    }
+
+    #[test]
+    fn eod_follows_the_rule_explicit_then_declared_then_known_name() {
+        let known = Tokenizer::from_tokenizer_json(WORDS.as_bytes()).unwrap();
+        assert_eq!(known.eod(None).unwrap(), Some(("</s>".to_owned(), 2)));
+        assert_eq!(known.eod(Some("a")).unwrap(), Some(("a".to_owned(), 0)));
+        assert!(known.eod(Some("zebra")).unwrap_err().to_string().contains("no token \"zebra\""));
+        let declared = Tokenizer::with_declared_eod(WORDS.as_bytes(), Some("a".to_owned())).unwrap();
+        assert_eq!(declared.eod(None).unwrap(), Some(("a".to_owned(), 0)));
+    }
+
+    #[test]
+    fn ids_outside_the_vocabulary_are_not_decoded() {
+        let tokenizer = Tokenizer::from_tokenizer_json(WORDS.as_bytes()).unwrap();
+        assert!(tokenizer.decode(&[3]).unwrap_err().to_string().contains("id 3 is outside"));
+    }
+}
