@@ -9,9 +9,13 @@ mod error;
 mod layout;
 mod mmap;
 mod prefix;
+mod sidecar;
 mod widen;
+mod writer;
 
 pub use dataset::{IndexedDataset, OpenOptions};
 pub use error::IndexError;
 pub use prefix::resolve_prefix;
+pub use sidecar::{FileRecord, SIDECAR_FORMAT_VERSION, Sidecar, SourceRecord, TokenizerFile, TokenizerRecord};
 pub use widen::widen_tokens;
+pub use writer::{EncodedDocuments, IndexedWriter, PairCounts, StagedPair, StagingFolder, WriteError, publish_file};
