@@ -1,0 +1,37 @@
+"""What every test shares: quiet thread settings, the `shared` data folder, and a header that says what is left out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports numpy or torch: several processes share few cores in these tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def shared_folder() -> Path:
+    """Test data that is not part of the repository: `MEGAFLOW_SHARED`, or `shared` beside the checkout."""
+    return Path(os.environ.get("MEGAFLOW_SHARED") or ROOT.parent / "shared")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The shared test data; a test that asks for it is skipped where it is not at hand."""
+    folder = shared_folder()
+    if not (folder / "goldens").is_dir():
+        pytest.skip(f"no shared test data at {folder} (set MEGAFLOW_SHARED to its folder)")
+    return folder
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Says which tests this run leaves out, and where the shared data is."""
+    expression = config.getoption("markexpr")
+    folder = shared_folder()
+    return [
+        f"selected: {expression or 'everything'} (`make test-all` adds slow, `make bench` bench, `-m gpu` those for a GPU)",
+        f"shared test data: {folder if folder.is_dir() else 'none, tests that need it are skipped'}",
+    ]

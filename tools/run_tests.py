@@ -1,0 +1,44 @@
+#!/usr/bin/env python3
+"""All tests: Rust (unit, integration and documentation tests), then Python.
+
+python3 tools/run_tests.py                     # what `make test` runs
+python3 tools/run_tests.py --all               # the slow ones too, and those for a GPU where there is one
+python3 tools/run_tests.py -- -k loader -x     # words after -- go to pytest, and only pytest runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+
+from setup_env import prepare_or_exit
+from steps import Step, run_steps, sum_up
+
+
+def pytest_step(python: str, *, slow: bool, words: list[str]) -> Step:
+    """Pytest with the marker expression of this run."""
+    expression: list[str] = []
+    if slow:
+        expression = ["-m", "not bench" if shutil.which("nvidia-smi") else "not gpu and not bench"]
+    return Step("pytest", [python, "-m", "pytest", *expression, *words])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="also tests marked slow, and gpu where there is one")
+    parser.add_argument("words", nargs="*", help="words for pytest; then only pytest runs")
+    options = parser.parse_args()
+    environment = prepare_or_exit()
+    # --workspace with the boundary crate, whose features the wheel has too: otherwise the heavy crates compile twice.
+    rust = Step("cargo test", ["cargo", "test", "--workspace", "--release", "--quiet"])
+    python = pytest_step(str(environment.python), slow=options.all, words=options.words)
+    outcomes = run_steps([python] if options.words else [rust, python], environment.variables())
+    if len(outcomes) == 1 or all(outcome.exit_code == 0 for outcome in outcomes[:-1]):
+        sys.exit(outcomes[-1].exit_code)  # pytest's own summary is the last line
+    sys.exit(sum_up("tests", outcomes))
+
+
+if __name__ == "__main__":
+    main()
