@@ -1,7 +1,7 @@
 //! The trait through which indexed, blended and streamed sets reach the loader alike.
 
 /// Why a sample could not be read.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum SampleError {
     /// The position lies behind the last sample.

@@ -1,0 +1,466 @@
+//! Document, sample and shuffle index, bit for bit those of Megatron-LM.
+
+use std::ops::Range;
+
+use megaflow_indexed::IndexedDataset;
+
+use crate::error::BuildError;
+use crate::mt19937::Mt19937;
+
+/// Lengths fetched in one go during the walk over the documents, so that the fetches overlap.
+const LENGTHS_AHEAD: usize = 256;
+/// Below this share of a full epoch, the last epoch is shuffled apart.
+const SEPARATE_BELOW: f64 = 0.80;
+
+/// Where the lengths of sequences come from.
+pub trait SequenceLengths {
+    /// Number of sequences.
+    fn num_sequences(&self) -> usize;
+
+    /// Tokens of sequence `index`, which is below [`num_sequences`](Self::num_sequences). Negative in a damaged file.
+    fn length(&self, index: usize) -> i32;
+}
+
+impl SequenceLengths for [i32] {
+    fn num_sequences(&self) -> usize {
+        self.len()
+    }
+
+    #[inline]
+    fn length(&self, index: usize) -> i32 {
+        self[index]
+    }
+}
+
+impl SequenceLengths for IndexedDataset {
+    fn num_sequences(&self) -> usize {
+        self.num_sequences()
+    }
+
+    #[inline]
+    fn length(&self, index: usize) -> i32 {
+        self.raw_length(index)
+    }
+}
+
+/// What determines the index, beside the lengths.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IndexConfig {
+    /// Tokens of a sample, without the extra token.
+    pub seq_len: usize,
+    /// Samples that must be reached, by repeating the sequences; `None` is one epoch.
+    pub num_samples: Option<u64>,
+    /// Seed of the shuffles.
+    pub seed: u32,
+    /// Whether samples overlap by one token, whose shift makes the labels.
+    pub add_extra_token: bool,
+    /// Whether the tokens left over at the end make one more, shorter sample. Megatron offers it for the valid split.
+    pub keep_partial: bool,
+}
+
+/// Rows (position in the document index, offset in that sequence): sample k reaches from row k to row k + 1. Flat, two values a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SampleIndex {
+    /// The document index has at most 2^31 - 1 entries.
+    I32(Vec<i32>),
+    /// It has more.
+    I64(Vec<i64>),
+}
+
+impl SampleIndex {
+    /// Row `index`, if it exists.
+    #[inline]
+    pub fn row(&self, index: usize) -> Option<(usize, i64)> {
+        let at = index.checked_mul(2)?;
+        match self {
+            Self::I32(rows) => rows.get(at..at + 2).map(|row| (row[0] as usize, i64::from(row[1]))),
+            Self::I64(rows) => rows.get(at..at + 2).map(|row| (row[0] as usize, row[1])),
+        }
+    }
+
+    /// Number of rows: one more than samples.
+    pub fn num_rows(&self) -> usize {
+        match self {
+            Self::I32(rows) => rows.len() / 2,
+            Self::I64(rows) => rows.len() / 2,
+        }
+    }
+}
+
+/// Order in which the samples are handed out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ShuffleIndex {
+    /// Fewer than 2^32 - 2 samples.
+    U32(Vec<u32>),
+    /// More.
+    I64(Vec<i64>),
+}
+
+impl ShuffleIndex {
+    /// Sample at position `index`, if it exists.
+    #[inline]
+    pub fn get(&self, index: usize) -> Option<usize> {
+        match self {
+            Self::U32(order) => order.get(index).map(|&sample| sample as usize),
+            Self::I64(order) => order.get(index).map(|&sample| sample as usize),
+        }
+    }
+
+    /// Number of samples.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::U32(order) => order.len(),
+            Self::I64(order) => order.len(),
+        }
+    }
+
+    /// Whether there is no sample.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// The three arrays of one split of one dataset.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GptIndex {
+    /// Sequence numbers in the order in which their tokens are cut into samples, all epochs one after the other.
+    pub document_index: Vec<i32>,
+    /// Where each sample begins and ends in that order.
+    pub sample_index: SampleIndex,
+    /// The order of the samples.
+    pub shuffle_index: ShuffleIndex,
+    /// Times that the sequences are repeated.
+    pub num_epochs: u64,
+    /// Whether the last epoch is shuffled apart, behind all others.
+    pub separate_last_epoch: bool,
+    /// Tokens of the sequences.
+    pub tokens_per_epoch: u64,
+}
+
+impl GptIndex {
+    /// Lays out the samples of `sequences`.
+    ///
+    /// # Errors
+    /// [`BuildError`] if a setting is out of range, a length is negative, samples are asked of sequences without tokens, or the
+    /// arrays do not fit into memory.
+    ///
+    /// # Panics
+    /// If `sequences` reaches beyond the sequences of `lengths`.
+    pub fn build<L: SequenceLengths + ?Sized>(
+        lengths: &L,
+        sequences: Range<usize>,
+        config: &IndexConfig,
+    ) -> Result<Self, BuildError> {
+        let plan = Plan::new(lengths, sequences, config)?;
+        let mut random = Mt19937::new(config.seed);
+        // The order of the draws is part of the result: documents first, then samples.
+        let document_index = plan.document_index(&mut random)?;
+        let sample_index = if i32::try_from(document_index.len()).is_ok() {
+            SampleIndex::I32(plan.sample_index(lengths, &document_index, |value| value as i32)?)
+        } else {
+            SampleIndex::I64(plan.sample_index(lengths, &document_index, |value| value)?)
+        };
+        let shuffle_index = if plan.num_samples < u64::from(u32::MAX) - 1 {
+            ShuffleIndex::U32(plan.shuffle_index(&mut random, |sample| sample as u32)?)
+        } else {
+            ShuffleIndex::I64(plan.shuffle_index(&mut random, |sample| sample as i64)?)
+        };
+        Ok(Self {
+            document_index,
+            sample_index,
+            shuffle_index,
+            num_epochs: plan.num_epochs,
+            separate_last_epoch: plan.samples_before_last.is_some(),
+            tokens_per_epoch: plan.tokens_per_epoch,
+        })
+    }
+}
+
+/// All numbers that follow from the lengths and the settings before anything is drawn.
+struct Plan {
+    sequences: Range<i32>,
+    seq_len: u64,
+    extra: u64,
+    wanted: Option<u64>,
+    tokens_per_epoch: u64,
+    num_epochs: u64,
+    /// Samples of the index.
+    num_samples: u64,
+    /// Samples of all epochs but the last, if the last is shuffled apart.
+    samples_before_last: Option<u64>,
+}
+
+impl Plan {
+    fn new<L: SequenceLengths + ?Sized>(
+        lengths: &L,
+        sequences: Range<usize>,
+        config: &IndexConfig,
+    ) -> Result<Self, BuildError> {
+        let seq_len = config.seq_len as u64;
+        if seq_len == 0 || i32::try_from(seq_len).is_err() {
+            let found = i128::from(seq_len);
+            return Err(BuildError::BadSetting { setting: "seq_len", expected: "1 to 2147483647", found });
+        }
+        let last = sequences.end;
+        let ids = match (i32::try_from(sequences.start), i32::try_from(last)) {
+            (Ok(first), Ok(behind)) => first..behind.max(first),
+            _ => return Err(BuildError::TooManySequences { last }),
+        };
+        let tokens_per_epoch = count_tokens(lengths, sequences)?;
+        let extra = u64::from(config.add_extra_token);
+        let mut plan = Self {
+            sequences: ids,
+            seq_len,
+            extra,
+            wanted: config.num_samples,
+            tokens_per_epoch,
+            num_epochs: 1,
+            num_samples: 0,
+            samples_before_last: None,
+        };
+        plan.num_epochs = plan.count_epochs()?;
+        // Fits: count_epochs has compared it with the largest i64.
+        let total = plan.num_epochs * tokens_per_epoch;
+        let left = total.saturating_sub(extra);
+        plan.num_samples = if config.keep_partial {
+            // Megatron divides in float32 here, so the count is rough above 2^24 tokens. Equal bits matter more.
+            (left as f32 / seq_len as f32).ceil() as u64
+        } else {
+            left / seq_len
+        };
+        plan.samples_before_last = plan.count_samples_before_last();
+        Ok(plan)
+    }
+
+    /// The smallest number of repetitions that gives the samples asked for.
+    fn count_epochs(&self) -> Result<u64, BuildError> {
+        let Some(num_samples) = self.wanted else { return Ok(1) };
+        if self.tokens_per_epoch == 0 {
+            if num_samples == 0 {
+                return Ok(1);
+            }
+            let num_sequences = self.sequences.len();
+            return Err(BuildError::NoTokens { num_sequences, num_samples });
+        }
+        let needed = u128::from(num_samples) * u128::from(self.seq_len) + u128::from(self.extra);
+        let num_epochs = needed.div_ceil(u128::from(self.tokens_per_epoch)).max(1);
+        if num_epochs * u128::from(self.tokens_per_epoch) > i64::MAX as u128 {
+            return Err(self.too_large("document", num_epochs));
+        }
+        Ok(num_epochs as u64)
+    }
+
+    /// Samples of all epochs but the last, if the last is needed for so few samples that it is shuffled apart.
+    fn count_samples_before_last(&self) -> Option<u64> {
+        let wanted = self.wanted.filter(|_| self.num_epochs > 1)?;
+        let before = ((self.num_epochs - 1) * self.tokens_per_epoch - self.extra) / self.seq_len;
+        let per_epoch = (self.tokens_per_epoch - self.extra) / self.seq_len;
+        // One epoch less is not enough, so `before` is below `wanted`.
+        let in_last = wanted - before;
+        (in_last < (SEPARATE_BELOW * per_epoch as f64) as u64).then_some(before)
+    }
+
+    fn document_index(&self, random: &mut Mt19937) -> Result<Vec<i32>, BuildError> {
+        let per_epoch = self.sequences.len() as u64;
+        let entries = per_epoch.checked_mul(self.num_epochs);
+        let mut index = self.reserve("document", entries)?;
+        for _ in 0..self.num_epochs {
+            index.extend(self.sequences.clone());
+        }
+        let together = match self.samples_before_last {
+            Some(_) => index.len() - self.sequences.len(),
+            None => index.len(),
+        };
+        let (mixed, last) = index.split_at_mut(together);
+        random.shuffle(mixed);
+        random.shuffle(last);
+        Ok(index)
+    }
+
+    /// The walk: sample k ends `k * seq_len + extra` tokens behind the start, in the first document that reaches so far.
+    fn sample_index<L: SequenceLengths + ?Sized, T: Copy>(
+        &self,
+        lengths: &L,
+        document_index: &[i32],
+        convert: impl Fn(i64) -> T,
+    ) -> Result<Vec<T>, BuildError> {
+        let values = self.num_samples.checked_add(1).and_then(|rows| rows.checked_mul(2));
+        let mut rows = self.reserve("sample", values)?;
+        rows.extend([convert(0), convert(0)]);
+        let (step, extra) = (self.seq_len as i64, self.extra as i64);
+        let mut begin = 0i64;
+        let mut sample_end = step + extra;
+        let mut missing = self.num_samples;
+        let mut fetched = [0i32; LENGTHS_AHEAD];
+        'walk: for (block, documents) in document_index.chunks(LENGTHS_AHEAD).enumerate() {
+            for (length, &document) in fetched.iter_mut().zip(documents) {
+                *length = lengths.length(document as usize);
+            }
+            let first = (block * LENGTHS_AHEAD) as i64;
+            for (position, &length) in fetched[..documents.len()].iter().enumerate() {
+                let end = begin + i64::from(length);
+                while sample_end <= end {
+                    if missing == 0 {
+                        break 'walk;
+                    }
+                    rows.extend([convert(first + position as i64), convert(sample_end - extra - begin)]);
+                    sample_end += step;
+                    missing -= 1;
+                }
+                begin = end;
+            }
+        }
+        // Only a kept partial sample runs out of documents: all rows that are left end with the last document.
+        if let (Some(&document), true) = (document_index.last(), missing > 0) {
+            let last = [document_index.len() as i64 - 1, i64::from(lengths.length(document as usize)) - extra];
+            for _ in 0..missing {
+                rows.extend(last.map(&convert));
+            }
+        }
+        Ok(rows)
+    }
+
+    fn shuffle_index<T: Copy>(&self, random: &mut Mt19937, convert: impl Fn(u64) -> T) -> Result<Vec<T>, BuildError> {
+        let mut index = self.reserve("shuffle", Some(self.num_samples))?;
+        index.extend((0..self.num_samples).map(convert));
+        // Megatron's float32 count may fall short of the exact one.
+        let together = self.samples_before_last.unwrap_or(self.num_samples).min(self.num_samples) as usize;
+        let (first, last) = index.split_at_mut(together);
+        random.shuffle(first);
+        random.shuffle(last);
+        Ok(index)
+    }
+
+    fn reserve<T>(&self, array: &'static str, len: Option<u64>) -> Result<Vec<T>, BuildError> {
+        let mut index = Vec::new();
+        let len = len.and_then(|len| usize::try_from(len).ok());
+        match len.map(|len| index.try_reserve_exact(len)) {
+            Some(Ok(())) => Ok(index),
+            _ => Err(self.too_large(array, u128::from(self.num_epochs))),
+        }
+    }
+
+    fn too_large(&self, array: &'static str, num_epochs: u128) -> BuildError {
+        BuildError::TooLarge {
+            array,
+            num_samples: self.wanted.unwrap_or(self.num_samples),
+            seq_len: self.seq_len,
+            tokens_per_epoch: self.tokens_per_epoch,
+            num_epochs,
+        }
+    }
+}
+
+fn count_tokens<L: SequenceLengths + ?Sized>(lengths: &L, sequences: Range<usize>) -> Result<u64, BuildError> {
+    let mut tokens = 0;
+    for sequence in sequences {
+        let length = lengths.length(sequence);
+        if length < 0 {
+            return Err(BuildError::BadLength { sequence, found: length });
+        }
+        // Fewer than 2^31 sequences of fewer than 2^31 tokens.
+        tokens += length as u64;
+    }
+    Ok(tokens)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CONFIG: IndexConfig =
+        IndexConfig { seq_len: 4, num_samples: None, seed: 1, add_extra_token: true, keep_partial: false };
+
+    fn build(lengths: &[i32], config: IndexConfig) -> GptIndex {
+        GptIndex::build(lengths, 0..lengths.len(), &config).unwrap()
+    }
+
+    fn rows(index: &GptIndex) -> Vec<(usize, i64)> {
+        (0..index.sample_index.num_rows()).map(|row| index.sample_index.row(row).unwrap()).collect()
+    }
+
+    #[test]
+    fn samples_overlap_by_the_extra_token() {
+        // 9 tokens: two samples of 4 + 1, the second starts with the last token of the first.
+        assert_eq!(rows(&build(&[9], CONFIG)), [(0, 0), (0, 4), (0, 8)]);
+        // 12 tokens without it: the document is used up, and the position stays on it.
+        assert_eq!(
+            rows(&build(&[12], IndexConfig { add_extra_token: false, ..CONFIG })),
+            [(0, 0), (0, 4), (0, 8), (0, 12)]
+        );
+    }
+
+    #[test]
+    fn kept_partial_sample_ends_with_the_last_document() {
+        let config = IndexConfig { keep_partial: true, ..CONFIG };
+        assert_eq!(rows(&build(&[11], config)), [(0, 0), (0, 4), (0, 8), (0, 10)]);
+        assert_eq!(build(&[9], config).shuffle_index.len(), 2);
+        assert_eq!(build(&[1], config).shuffle_index.len(), 0);
+    }
+
+    #[test]
+    fn too_few_tokens_for_a_sample_repeat() {
+        let index = build(&[2, 1], IndexConfig { num_samples: Some(3), ..CONFIG });
+        assert_eq!((index.num_epochs, index.document_index.len()), (5, 10));
+        assert_eq!(index.shuffle_index.len(), 3);
+        assert_eq!(build(&[2, 1], CONFIG).shuffle_index.len(), 0);
+    }
+
+    #[test]
+    fn no_tokens_with_samples_asked_is_an_error_not_a_loop() {
+        for lengths in [&[][..], &[0, 0]] {
+            let error = GptIndex::build(lengths, 0..lengths.len(), &IndexConfig { num_samples: Some(1), ..CONFIG });
+            assert!(matches!(error, Err(BuildError::NoTokens { num_samples: 1, .. })), "{error:?}");
+            assert!(build(lengths, IndexConfig { num_samples: Some(0), ..CONFIG }).shuffle_index.is_empty());
+            assert!(build(lengths, CONFIG).shuffle_index.is_empty());
+        }
+    }
+
+    #[test]
+    fn impossible_sizes_are_refused_in_words() {
+        let lengths = [1, 2];
+        for num_samples in [u64::MAX, u64::MAX / 8, 1 << 61] {
+            let config = IndexConfig { num_samples: Some(num_samples), ..CONFIG };
+            let message = GptIndex::build(&lengths[..], 0..2, &config).unwrap_err().to_string();
+            assert!(message.contains("ask for fewer samples"), "{message}");
+        }
+        for seq_len in [0, usize::MAX] {
+            assert!(GptIndex::build(&lengths[..], 0..2, &IndexConfig { seq_len, ..CONFIG }).is_err());
+        }
+        let error = GptIndex::build(&[3, -1][..], 0..2, &CONFIG);
+        assert!(matches!(error, Err(BuildError::BadLength { sequence: 1, found: -1 })));
+    }
+
+    #[test]
+    fn last_epoch_is_shuffled_apart_below_four_fifths() {
+        let lengths = [10; 10];
+        let separate = build(&lengths, IndexConfig { num_samples: Some(25), ..CONFIG });
+        assert_eq!((separate.num_epochs, separate.separate_last_epoch), (2, true));
+        let ShuffleIndex::U32(order) = &separate.shuffle_index else { panic!("few samples") };
+        assert!(order[..24].iter().all(|&sample| sample < 24) && order[24..].iter().all(|&sample| sample >= 24));
+        let mixed = build(&lengths, IndexConfig { num_samples: Some(48), ..CONFIG });
+        assert_eq!((mixed.num_epochs, mixed.separate_last_epoch), (2, false));
+    }
+
+    /// Lengths of sequences that no machine holds.
+    struct Long(usize);
+
+    impl SequenceLengths for Long {
+        fn num_sequences(&self) -> usize {
+            self.0
+        }
+
+        fn length(&self, _: usize) -> i32 {
+            i32::MAX
+        }
+    }
+
+    #[test]
+    fn token_counts_beyond_32_bits_are_exact() {
+        let config = IndexConfig { seq_len: 1 << 30, ..CONFIG };
+        let index = GptIndex::build(&Long(3000), 0..3000, &config).unwrap();
+        let tokens = 3000 * u64::from(i32::MAX as u32);
+        assert_eq!(index.tokens_per_epoch, tokens);
+        assert_eq!(index.shuffle_index.len() as u64, (tokens - 1) >> 30);
+    }
+}
