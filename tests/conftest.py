@@ -32,6 +32,6 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     expression = config.getoption("markexpr")
     folder = shared_folder()
     return [
-        f"selected: {expression or 'everything'} (`make test-all` adds slow, `make bench` bench, `-m gpu` those for a GPU)",
+        f"selected: {expression or 'everything'} (slow: `make test-all`; bench: `make bench`; gpu: `-m gpu`)",
         f"shared test data: {folder if folder.is_dir() else 'none, tests that need it are skipped'}",
     ]

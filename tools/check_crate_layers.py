@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+ROOT_MANIFEST = Path(__file__).resolve().parents[1] / "Cargo.toml"
 ALLOWED: dict[str, set[str]] = {
     "megaflow-core": set(),
     "megaflow-source": {"megaflow-core"},
@@ -61,8 +62,7 @@ def cargo_metadata(manifest: Path) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    default = Path(__file__).resolve().parents[1] / "Cargo.toml"
-    parser.add_argument("--manifest-path", type=Path, default=default, help="the workspace's Cargo.toml")
+    parser.add_argument("--manifest-path", type=Path, default=ROOT_MANIFEST, help="the workspace's Cargo.toml")
     metadata = cargo_metadata(parser.parse_args().manifest_path)
     problems = violations(metadata)
     for problem in problems:
