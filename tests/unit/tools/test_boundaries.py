@@ -1,4 +1,4 @@
-"""Each rule about who may import whom fails when it is broken: the project's own settings on a small tree that breaks it."""
+"""Each rule about who may import whom fails when it is broken: the settings of the project on a small bad tree."""
 
 from __future__ import annotations
 
