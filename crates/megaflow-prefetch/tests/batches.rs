@@ -1,0 +1,199 @@
+//! Order, errors, waiting and stopping, on sources made for the purpose.
+#![expect(clippy::unwrap_used, reason = "a test ends where its set-up fails")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use megaflow_core::{SampleError, SampleSource};
+use megaflow_prefetch::{Next, PlanConfig, PrefetchError, PrefetchOptions, Prefetcher};
+
+const SAMPLE_LEN: usize = 3;
+
+/// Sample `i` is `i, i + 1, i + 2`; reading may take time, fail or panic.
+#[derive(Default)]
+struct Source {
+    num_samples: u64,
+    delay: Duration,
+    fails_at: Option<u64>,
+    panics_at: Option<u64>,
+    reads: AtomicU64,
+}
+
+impl SampleSource for Source {
+    fn num_samples(&self) -> u64 {
+        self.num_samples
+    }
+
+    fn sample_len(&self) -> usize {
+        SAMPLE_LEN
+    }
+
+    fn read_sample(&self, index: u64, out: &mut [i64]) -> Result<(), SampleError> {
+        self.reads.fetch_add(1, Ordering::Relaxed);
+        // Uneven delays, so that threads finish out of order.
+        std::thread::sleep(self.delay * (1 + (index * 7 % 3) as u32));
+        assert_ne!(Some(index), self.panics_at, "made to panic");
+        if Some(index) == self.fails_at {
+            return Err(SampleError::Damaged { index, detail: "made to fail".to_owned() });
+        }
+        out.iter_mut().zip(index as i64..).for_each(|(token, value)| *token = value);
+        Ok(())
+    }
+}
+
+fn source(num_samples: u64) -> Source {
+    Source { num_samples, ..Source::default() }
+}
+
+fn options(micro_batch_size: usize, dp: (usize, usize), num_threads: usize, depth: usize) -> PrefetchOptions {
+    let plan = PlanConfig { micro_batch_size, dp_rank: dp.0, dp_size: dp.1, consumed_samples: 0 };
+    PrefetchOptions { plan, num_threads, depth }
+}
+
+fn drain(source: Source, options: PrefetchOptions) -> Vec<(Vec<i64>, Vec<i64>)> {
+    let mut prefetcher = Prefetcher::new(Arc::new(source), options).unwrap();
+    let mut batches = Vec::new();
+    while let Some(batch) = prefetcher.next_batch().unwrap() {
+        batches.push((batch.sample_ids, batch.tokens.into_vec()));
+    }
+    assert!(prefetcher.next_batch().unwrap().is_none(), "the end stays the end");
+    assert_eq!(prefetcher.totals().batches, batches.len() as u64);
+    batches
+}
+
+#[test]
+fn batches_do_not_depend_on_threads_or_depth() {
+    let slow = || Source { delay: Duration::from_micros(100), ..source(50) };
+    let expected = drain(source(50), options(2, (1, 3), 0, 1));
+    assert_eq!(expected.len(), 8);
+    assert_eq!(expected[1], (vec![8, 9], vec![8, 9, 10, 9, 10, 11]));
+    for (num_threads, depth) in [(1, 1), (1, 4), (2, 1), (2, 3), (4, 4), (4, 100), (9, 9)] {
+        assert_eq!(
+            drain(slow(), options(2, (1, 3), num_threads, depth)),
+            expected,
+            "{num_threads} threads, depth {depth}"
+        );
+    }
+}
+
+#[test]
+fn global_batches_do_not_depend_on_dp_size() {
+    let global = |dp: usize, size: usize| -> Vec<i64> {
+        let ranks: Vec<_> = (0..dp).map(|rank| drain(source(48), options(size, (rank, dp), 2, 2))).collect();
+        (0..ranks[0].len()).flat_map(|batch| ranks.iter().flat_map(move |rank| rank[batch].0.clone())).collect()
+    };
+    for (dp, size) in [(1, 1), (1, 4), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)] {
+        assert!(global(dp, size).into_iter().eq(0..48), "dp {dp}, micro batch {size}");
+    }
+}
+
+#[test]
+fn error_arrives_at_its_batch_and_stays() {
+    for num_threads in [0, 1, 3] {
+        let source = Source { fails_at: Some(5), ..source(20) };
+        let mut prefetcher = Prefetcher::new(Arc::new(source), options(2, (0, 1), num_threads, 4)).unwrap();
+        assert_eq!(prefetcher.next_batch().unwrap().unwrap().sample_ids, [0, 1]);
+        assert_eq!(prefetcher.next_batch().unwrap().unwrap().sample_ids, [2, 3]);
+        for _ in 0..2 {
+            let message = prefetcher.next_batch().unwrap_err().to_string();
+            assert!(
+                message.contains("batch 2") && message.contains("sample 5 cannot be read: made to fail"),
+                "{message}"
+            );
+        }
+        assert_eq!(prefetcher.totals().batches, 2);
+    }
+}
+
+#[test]
+fn panic_of_a_source_is_an_error_not_a_hang() {
+    for num_threads in [0, 1] {
+        let source = Source { panics_at: Some(1), ..source(4) };
+        let mut prefetcher = Prefetcher::new(Arc::new(source), options(1, (0, 1), num_threads, 2)).unwrap();
+        prefetcher.next_batch().unwrap();
+        let error = prefetcher.next_batch().unwrap_err();
+        assert!(
+            matches!(&error, PrefetchError::Panicked { batch: 1, message } if message.contains("made to panic")),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn depth_bounds_what_is_read_ahead() {
+    let source = Arc::new(source(1000));
+    let mut prefetcher =
+        Prefetcher::new(Arc::clone(&source) as Arc<dyn SampleSource>, options(2, (0, 1), 2, 3)).unwrap();
+    prefetcher.next_batch().unwrap();
+    let started = Instant::now();
+    while source.reads.load(Ordering::Relaxed) < 2 + 2 * 3 && started.elapsed() < Duration::from_secs(20) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    assert_eq!(source.reads.load(Ordering::Relaxed), 2 + 2 * 3);
+}
+
+#[test]
+fn dropping_stops_at_the_next_sample() {
+    let source = Source { delay: Duration::from_millis(20), ..source(100_000) };
+    let prefetcher = Prefetcher::new(Arc::new(source), options(1000, (0, 1), 2, 4)).unwrap();
+    std::thread::sleep(Duration::from_millis(10));
+    let started = Instant::now();
+    drop(prefetcher);
+    assert!(started.elapsed() < Duration::from_secs(5), "a whole batch takes 40 s");
+    // Idle workers, full queue.
+    let prefetcher = Prefetcher::new(Arc::new(self::source(100)), options(1, (0, 1), 3, 2)).unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    drop(prefetcher);
+}
+
+#[test]
+fn waiting_is_counted_and_split_over_calls() {
+    let source = Source { delay: Duration::from_millis(20), ..source(2) };
+    let mut prefetcher = Prefetcher::new(Arc::new(source), options(1, (0, 1), 1, 2)).unwrap();
+    let mut calls = 0;
+    let first = loop {
+        calls += 1;
+        match prefetcher.next_within(Duration::from_millis(2)).unwrap() {
+            Next::Batch(batch) => break batch,
+            Next::Pending => {}
+            Next::End => panic!("two batches"),
+        }
+    };
+    assert!(calls > 1 && first.wait >= Duration::from_millis(10), "{calls} calls, {:?}", first.wait);
+    assert!(first.gather >= Duration::from_millis(20) && first.request_to_ready >= first.gather);
+    assert_eq!(first.queue_depth, 0);
+    std::thread::sleep(Duration::from_millis(200));
+    let second = prefetcher.next_batch().unwrap().unwrap();
+    assert_eq!(second.queue_depth, 1);
+    assert!(second.wait < second.gather);
+    let totals = prefetcher.totals();
+    assert_eq!((totals.batches, totals.samples, totals.ready_when_asked), (2, 2, 1));
+    assert_eq!(totals.wait, first.wait + second.wait);
+}
+
+#[test]
+fn buffers_go_around() {
+    let mut prefetcher = Prefetcher::new(Arc::new(source(200)), options(1, (0, 1), 0, 1)).unwrap();
+    let first = prefetcher.next_batch().unwrap().unwrap();
+    let address = first.tokens.as_slice().as_ptr();
+    let second = prefetcher.next_batch().unwrap().unwrap();
+    assert_ne!(second.tokens.as_slice().as_ptr(), address, "a batch that is held keeps its buffer");
+    assert_eq!(first.tokens.as_slice(), [0, 1, 2]);
+    drop(first);
+    let third = prefetcher.next_batch().unwrap().unwrap();
+    assert_eq!((third.tokens.as_slice().as_ptr(), third.tokens.as_slice()), (address, &[2, 3, 4][..]));
+}
+
+#[test]
+fn settings_without_meaning_are_refused() {
+    for (options, word) in
+        [(options(0, (0, 1), 1, 1), "micro_batch_size = 0"), (options(1, (0, 1), 1, 0), "prefetch = 0")]
+    {
+        let message = Prefetcher::new(Arc::new(source(10)), options).err().unwrap().to_string();
+        assert!(message.contains(word), "{message}");
+    }
+    let huge = options(1 << 50, (0, 1), 1, 1);
+    assert!(Prefetcher::new(Arc::new(source(1 << 60)), huge).is_err());
+}
