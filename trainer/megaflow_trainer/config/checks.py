@@ -1,0 +1,113 @@
+"""Rules that need more than one field: each check is a pure function that returns its faults, remedy included."""
+
+from __future__ import annotations
+
+from megaflow.errors import ConfigError
+from megaflow_trainer.config.batch import solve_batch
+from megaflow_trainer.config.sections import ModelConfig, ParallelConfig, ScheduleConfig, TrainConfig
+
+
+def find_faults(config: TrainConfig, *, world_size: int) -> list[str]:
+    """Every fault of the configuration that no section sees alone."""
+    faults = (
+        check_heads(config.model)
+        + check_positions(config)
+        + check_parallel(config.parallel, world_size=world_size)
+        + check_duration(config)
+        + check_schedule(config.schedule, peak=config.optim.lr)
+        + check_data(config)
+    )
+    return faults + ([] if faults else check_batch(config, world_size=world_size))
+
+
+def check_heads(model: ModelConfig) -> list[str]:
+    """The hidden size is cut into equal heads."""
+    hidden, heads = model.hidden_dim, model.num_heads
+    if hidden % heads == 0:
+        return []
+    fits = [n for n in range(1, hidden + 1) if hidden % n == 0]
+    below, above = max(n for n in fits if n < heads), min((n for n in fits if n > heads), default=hidden)
+    return [f"model.hidden_dim {hidden} is not divisible by model.num_heads {heads}; use {below} or {above} heads"]
+
+
+def check_positions(config: TrainConfig) -> list[str]:
+    """Every token of a sample has a row in the position table."""
+    seq_len, positions = config.data.seq_len, config.model.max_positions
+    if positions is None or seq_len <= positions:
+        return []
+    return [
+        f"data.seq_len {seq_len} is longer than model.max_positions {positions}; raise the second or shorten the first"
+    ]
+
+
+def check_parallel(parallel: ParallelConfig, *, world_size: int) -> list[str]:
+    """This version is data parallel only, and the sizes must divide the ranks."""
+    names = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
+    sizes = {axis: getattr(parallel, axis) for axis in names}
+    faults = [
+        f"parallel.{axis} {size}: this version does not have {names[axis]} parallelism; leave it at 1"
+        for axis, size in sizes.items()
+        if size > 1
+    ]
+    ranks = parallel.tp * parallel.pp * parallel.cp
+    if world_size % ranks:
+        faults.append(
+            f"{world_size} ranks cannot be divided into replicas of tp x pp x cp = {parallel.tp} x {parallel.pp} x "
+            f"{parallel.cp} = {ranks} ranks; start a multiple of {ranks}"
+        )
+    return faults
+
+
+def check_duration(config: TrainConfig) -> list[str]:
+    """A run has one length."""
+    if config.num_steps is None and config.num_samples is None:
+        return ["the run has no length; give num_steps or num_samples"]
+    if config.num_steps is not None and config.num_samples is not None:
+        return ["num_steps and num_samples are two lengths of one run; give one of them"]
+    return []
+
+
+def check_schedule(schedule: ScheduleConfig, *, peak: float) -> list[str]:
+    """Warm-up and decay are each given once, in order, below the peak."""
+    faults = []
+    warmups = [name for name in ("warmup_steps", "warmup_samples", "warmup_fraction") if getattr(schedule, name)]
+    if len(warmups) > 1:
+        faults.append(" and ".join(f"schedule.{name}" for name in warmups) + " are one setting; give one of them")
+    if schedule.decay_steps is not None and schedule.decay_samples is not None:
+        faults.append("schedule.decay_steps and schedule.decay_samples are one setting; give one of them")
+    for name in ("min_lr", "warmup_init"):
+        if getattr(schedule, name) > peak:
+            faults.append(f"schedule.{name} {getattr(schedule, name)} is above optim.lr {peak}; lower it")
+    warmup, decay = schedule.warmup_steps, schedule.decay_steps
+    if warmup is not None and decay is not None and warmup >= decay:
+        faults.append(
+            f"schedule.warmup_steps {warmup} must be below schedule.decay_steps {decay}, which counts the warm-up too"
+        )
+    return faults
+
+
+def check_data(config: TrainConfig) -> list[str]:
+    """There is one dataset and three parts of it."""
+    faults = []
+    if not config.data.path:
+        faults.append("data.path is missing; give the prefix of a .bin/.idx pair made by megaflow-preprocess")
+    if len(config.data.path) > 1:
+        faults.append("data.path has several entries: this version does not have blends; give one prefix")
+    try:
+        weights = [float(part) for part in config.data.split.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) not in (1, 2, 3) or min(weights) < 0 or sum(weights) <= 0:
+        faults.append(f"data.split must be up to three weights such as 969,30,1, got {config.data.split!r}")
+    return faults
+
+
+def check_batch(config: TrainConfig, *, world_size: int) -> list[str]:
+    """The batch equation has a solution and the run holds at least one whole step."""
+    try:
+        sizes = solve_batch(config.step, dp=world_size)
+    except ConfigError as error:
+        return [str(error)]
+    if config.num_samples is not None and config.num_samples < sizes.global_batch_size:
+        return [f"num_samples {config.num_samples} is less than one global batch of {sizes.global_batch_size}"]
+    return []

@@ -1,0 +1,212 @@
+"""Megatron's flag names: one table from flag to configuration field, and the flags that have no field.
+
+A flag is in exactly one of three tables: FLAGS (it sets a field), LEGACY (it means nothing any more and one line says
+so), NOT_BUILT (the feature is not in this version; only the value that means "off" is accepted).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag that sets a field. A switch (no value on the command line) sets it to `constant`."""
+
+    name: str
+    field: str
+    constant: Any = None
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag stands alone on the command line."""
+        return self.constant is not None
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyFlag:
+    """A flag that is accepted and does nothing; `why` is the line that says so (empty: nothing is said)."""
+
+    name: str
+    why: str
+    takes_value: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NotBuilt:
+    """A feature that this version does not have, the flags that ask for it, and the values that do not."""
+
+    feature: str
+    remedy: str
+    switches: tuple[str, ...] = ()
+    valued: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("--train-iters", "num_steps"),
+    Flag("--train-samples", "num_samples"),
+    Flag("--seed", "seed"),
+    Flag("--num-layers", "model.num_layers"),
+    Flag("--hidden-size", "model.hidden_dim"),
+    Flag("--num-attention-heads", "model.num_heads"),
+    Flag("--ffn-hidden-size", "model.ffn_dim"),
+    Flag("--max-position-embeddings", "model.max_positions"),
+    Flag("--vocab-size", "model.vocab_size"),
+    Flag("--make-vocab-size-divisible-by", "model.vocab_multiple"),
+    Flag("--untie-embeddings-and-output-weights", "model.tied_embeddings", constant=False),
+    Flag("--hidden-dropout", "model.hidden_dropout"),
+    Flag("--attention-dropout", "model.attention_dropout"),
+    Flag("--init-method-std", "model.init_std"),
+    Flag("--norm-epsilon", "model.norm_eps"),
+    Flag("--layernorm-epsilon", "model.norm_eps"),
+    Flag("--attention-backend", "model.attention"),
+    Flag("--use-flash-attn", "model.attention", constant="flash"),
+    Flag("--data-path", "data.path"),
+    Flag("--split", "data.split"),
+    Flag("--seq-length", "data.seq_len"),
+    Flag("--tokenizer-type", "data.tokenizer_type"),
+    Flag("--tokenizer-model", "data.tokenizer_model"),
+    Flag("--vocab-file", "data.vocab_file"),
+    Flag("--vocab", "data.vocab_file"),
+    Flag("--merge-file", "data.merge_file"),
+    Flag("--dataloader-type", "data.order"),
+    Flag("--num-workers", "data.num_threads"),
+    Flag("--prefetch", "data.prefetch"),
+    Flag("--eod-mask-loss", "data.eod_mask_loss", constant=True),
+    Flag("--tensor-model-parallel-size", "parallel.tp"),
+    Flag("--pipeline-model-parallel-size", "parallel.pp"),
+    Flag("--context-parallel-size", "parallel.cp"),
+    Flag("--expert-model-parallel-size", "parallel.ep"),
+    Flag("--sequence-parallel", "parallel.sequence_parallel", constant=True),
+    Flag("--distributed-backend", "parallel.backend"),
+    Flag("--lr", "optim.lr"),
+    Flag("--weight-decay", "optim.weight_decay"),
+    Flag("--adam-beta1", "optim.adam_beta1"),
+    Flag("--adam-beta2", "optim.adam_beta2"),
+    Flag("--adam-eps", "optim.adam_eps"),
+    Flag("--clip-grad", "optim.clip_grad"),
+    Flag("--lr-decay-style", "schedule.style"),
+    Flag("--min-lr", "schedule.min_lr"),
+    Flag("--lr-decay-iters", "schedule.decay_steps"),
+    Flag("--lr-decay-samples", "schedule.decay_samples"),
+    Flag("--lr-warmup-iters", "schedule.warmup_steps"),
+    Flag("--lr-warmup-samples", "schedule.warmup_samples"),
+    Flag("--lr-warmup-fraction", "schedule.warmup_fraction"),
+    Flag("--lr-warmup-init", "schedule.warmup_init"),
+    Flag("--micro-batch-size", "step.micro_batch_size"),
+    Flag("--global-batch-size", "step.global_batch_size"),
+    Flag("--num-micro-batches", "step.num_micro_batches"),
+    Flag("--gradient-accumulation-steps", "step.num_micro_batches"),
+    Flag("--bf16", "step.dtype", constant="bf16"),
+    Flag("--eval-interval", "eval.every"),
+    Flag("--eval-iters", "eval.steps"),
+    Flag("--save", "checkpoint.save"),
+    Flag("--load", "checkpoint.load"),
+    Flag("--save-interval", "checkpoint.every"),
+    Flag("--log-interval", "log.every"),
+    Flag("--run-dir", "log.run_dir"),
+    Flag("--run-name", "log.name"),
+)
+
+LEGACY: tuple[LegacyFlag, ...] = (
+    LegacyFlag("--local-rank", "", takes_value=True),
+    LegacyFlag("--local_rank", "", takes_value=True),
+    LegacyFlag("--use-mcore-models", "there is one model implementation"),
+    LegacyFlag("--use-legacy-models", "there is one model implementation"),
+    LegacyFlag("--data-impl", "a .bin/.idx pair is always memory-mapped", takes_value=True),
+    LegacyFlag("--dataset-impl", "a .bin/.idx pair is always memory-mapped", takes_value=True),
+    LegacyFlag("--DDP-impl", "there is one data-parallel engine", takes_value=True),
+    LegacyFlag("--no-gradient-accumulation-fusion", "gradients are accumulated in fp32 without a fused kernel"),
+    LegacyFlag("--no-bias-gelu-fusion", "there is no hand-fused bias and GELU to turn off"),
+    LegacyFlag("--no-bias-dropout-fusion", "there is no hand-fused bias and dropout to turn off"),
+    LegacyFlag("--no-masked-softmax-fusion", "the attention kernel decides about its softmax"),
+    LegacyFlag("--no-async-tensor-model-parallel-allreduce", "it concerns tensor parallelism only"),
+    LegacyFlag("--use-cpu-initialization", "weights are always drawn on the CPU, alike on every device"),
+    LegacyFlag("--accumulate-allreduce-grads-in-fp32", "gradients are always accumulated and reduced in fp32"),
+    LegacyFlag("--attention-softmax-in-fp32", "softmax is always computed in fp32"),
+    LegacyFlag("--log-throughput", "throughput is always logged"),
+    LegacyFlag("--calculate-per-token-loss", "the loss is always averaged per token"),
+    LegacyFlag("--ckpt-format", "checkpoints are safetensors and JSON", takes_value=True),
+)
+
+NOT_BUILT: tuple[NotBuilt, ...] = (
+    NotBuilt(
+        "fp16 with loss scaling",
+        "use --bf16, which needs no loss scale",
+        switches=("--fp16",),
+        valued=tuple(
+            (name, ()) for name in ("--loss-scale", "--initial-loss-scale", "--min-loss-scale", "--loss-scale-window")
+        ),
+    ),
+    NotBuilt(
+        "fp8",
+        "use --bf16",
+        switches=("--fp8-hybrid", "--fp8-e4m3"),
+        valued=(("--fp8-format", ()), ("--fp8-recipe", ())),
+    ),
+    NotBuilt(
+        "Transformer Engine layers",
+        "drop the flag: --transformer-impl local is the default",
+        valued=(("--transformer-impl", ("local",)),),
+    ),
+    NotBuilt(
+        "activation recompute",
+        "drop the flag and lower --micro-batch-size if memory is short",
+        switches=("--checkpoint-activations", "--enable-activation-checkpointing", "--recompute-activations"),
+        valued=(("--recompute-granularity", ()), ("--recompute-method", ()), ("--recompute-num-layers", ())),
+    ),
+    NotBuilt(
+        "a distributed optimizer",
+        "drop the flag: every rank keeps the whole optimizer state",
+        switches=("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    ),
+    NotBuilt(
+        "mixture of experts",
+        "drop the flag: the model is dense",
+        switches=("--moe-grouped-gemm",),
+        valued=tuple(
+            (name, ())
+            for name in (
+                "--num-experts",
+                "--moe-router-topk",
+                "--moe-aux-loss-coeff",
+                "--moe-router-load-balancing-type",
+                "--moe-token-dispatcher-type",
+            )
+        ),
+    ),
+    NotBuilt(
+        "model shapes other than GPT-2's",
+        "drop the flag: positions are learned, norms are LayerNorm, the MLP is GELU and heads are not grouped",
+        switches=(
+            "--swiglu",
+            "--squared-relu",
+            "--disable-bias-linear",
+            "--group-query-attention",
+            "--use-rotary-position-embeddings",
+        ),
+        valued=(
+            ("--position-embedding-type", ("learned_absolute",)),
+            ("--normalization", ("LayerNorm",)),
+            ("--num-query-groups", ()),
+            ("--rotary-base", ()),
+        ),
+    ),
+    NotBuilt("an optimizer other than AdamW", "use --optimizer adam", valued=(("--optimizer", ("adam", "adamw")),)),
+    NotBuilt(
+        "partial loading of a checkpoint",
+        "drop the flag",
+        switches=("--finetune", "--no-load-optim", "--no-load-rng", "--override-opt_param-scheduler"),
+    ),
+    NotBuilt(
+        "document masks",
+        "drop the flag: attention crosses document boundaries",
+        switches=("--reset-position-ids", "--reset-attention-mask"),
+    ),
+)
+
+
+def find_spelling(field: str) -> str:
+    """The flag that sets a field, for messages; the dotted name if there is none."""
+    return next((flag.name for flag in FLAGS if flag.field == field and not flag.is_switch), field)

@@ -1,0 +1,39 @@
+"""The text of --help: every flag under its section, with its default."""
+
+from __future__ import annotations
+
+import textwrap
+
+from megaflow_trainer.config import fields
+from megaflow_trainer.config.flags import FLAGS, LEGACY, NOT_BUILT
+
+
+def format_help() -> str:
+    """Usage, flags grouped by section, and what is accepted or refused."""
+    known, docs = fields.list_fields(), fields.read_help()
+    lines = ["usage: torchrun --nproc_per_node=N trainer/pretrain.py [--config RECIPE.yaml] [flags]", ""]
+    for section, owner in fields.sections().items():
+        lines += [f"{section or 'run'}: {(owner.__doc__ or '').strip()}"]
+        for flag in FLAGS:
+            if flag.field.rpartition(".")[0] == section:
+                default = "" if flag.is_switch else f" [{_show(known[flag.field].default)}]"
+                value = f" (sets {flag.constant})" if flag.is_switch else ""
+                lines += textwrap.wrap(
+                    f"{docs[flag.field]}{value}{default}",
+                    width=118,
+                    initial_indent=f"  {flag.name:<38} ",
+                    subsequent_indent=" " * 41,
+                )
+        lines.append("")
+    lines += ["accepted without effect: " + ", ".join(flag.name for flag in LEGACY if flag.why), ""]
+    lines += ["not in this version: " + "; ".join(item.feature for item in NOT_BUILT), ""]
+    lines += [
+        "exit codes: 0 finished, 1 fault, 2 fault of the configuration, 75 stopped by SIGTERM and saved, 130 Ctrl-C"
+    ]
+    return "\n".join(lines)
+
+
+def _show(default: object) -> str:
+    if default is None:
+        return "derived"
+    return " ".join(default) or "none" if isinstance(default, tuple) else str(default)

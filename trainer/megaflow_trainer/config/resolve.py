@@ -1,0 +1,42 @@
+"""Fills in every field that can be derived from the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megaflow_trainer.config.batch import solve_batch
+from megaflow_trainer.config.sections import TrainConfig
+
+
+def resolve(config: TrainConfig, *, world_size: int) -> tuple[TrainConfig, list[str]]:
+    """Derive batch sizes, length, widths and the run folder of a configuration without faults.
+
+    Returns:
+        The complete configuration, and lines about settings that have no effect in it.
+    """
+    sizes = solve_batch(config.step, dp=world_size)
+    model = dataclasses.replace(
+        config.model,
+        ffn_dim=config.model.ffn_dim or 4 * config.model.hidden_dim,
+        max_positions=config.model.max_positions or config.data.seq_len,
+    )
+    run_dir = config.log.run_dir or config.checkpoint.save or str(Path("runs") / config.log.name)
+    return dataclasses.replace(
+        config,
+        num_steps=config.num_steps or (config.num_samples or 0) // sizes.global_batch_size,
+        model=model,
+        step=dataclasses.replace(config.step, **dataclasses.asdict(sizes)),
+        log=dataclasses.replace(config.log, run_dir=run_dir),
+    ), _list_notes(config)
+
+
+def _list_notes(config: TrainConfig) -> list[str]:
+    notes = []
+    if config.parallel.sequence_parallel:
+        notes.append("--sequence-parallel has no effect at tensor-parallel size 1")
+    if config.data.order == "cyclic":
+        notes.append("--dataloader-type cyclic has no effect: samples are already shuffled and repeated as needed")
+    if config.data.vocab_file and not config.data.tokenizer_type:
+        notes.append("vocabulary and merges without --tokenizer-type: taken as a GPT-2 byte-level BPE")
+    return notes

@@ -1,0 +1,296 @@
+"""The sections of a run's configuration: what each field means, and the limits it has by itself.
+
+Rules that need two sections are in `checks.py`; how flags and recipes fill these fields is in `flags.py` and
+`recipe.py`. A field that is None is derived by `resolve.py` from the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megaflow.errors import ConfigError
+
+
+def _raise_faults(faults: list[str]) -> None:
+    """Raise one ConfigError that lists every fault, one a line."""
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def _at_least(section: str, least: float, **values: float | None) -> list[str]:
+    """Faults of the given fields that are below `least`; None (to be derived) passes."""
+    return [
+        f"{section}.{name} must be >= {least}, got {value}"
+        for name, value in values.items()
+        if value is not None and not value >= least
+    ]
+
+
+def _fraction(section: str, **values: float | None) -> list[str]:
+    """Faults of the given fields that are outside [0, 1)."""
+    return [
+        f"{section}.{name} must be in [0, 1), got {value}"
+        for name, value in values.items()
+        if value is not None and not 0 <= value < 1
+    ]
+
+
+def _one_of(section: str, known: tuple[str, ...], **values: str | None) -> list[str]:
+    """Faults of the given fields whose value is not one of `known`."""
+    return [
+        f"{section}.{name} must be one of {', '.join(known)}, got {value!r}"
+        for name, value in values.items()
+        if value is not None and value not in known
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape and initialisation of the GPT; the defaults are GPT-2 small."""
+
+    num_layers: int = 12
+    """Transformer blocks."""
+    hidden_dim: int = 768
+    """Width of the residual stream."""
+    num_heads: int = 12
+    """Attention heads; must divide the hidden size."""
+    ffn_dim: int | None = None
+    """Width inside the MLP (4 x hidden size if not given)."""
+    max_positions: int | None = None
+    """Rows of the learned position table (the sequence length if not given)."""
+    vocab_size: int | None = None
+    """Tokens the model predicts (that of the data's tokenizer if not given)."""
+    vocab_multiple: int = 128
+    """The embedding is padded to a multiple of this; padded rows never enter the loss."""
+    tied_embeddings: bool = True
+    """Whether the output projection is the token embedding."""
+    hidden_dropout: float = 0.1
+    """Dropout after the embedding, the attention projection and the MLP."""
+    attention_dropout: float = 0.1
+    """Dropout on attention probabilities."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; those that write into the residual stream get init_std / sqrt(2 L)."""
+    norm_eps: float = 1e-5
+    """Added to the variance in LayerNorm."""
+    attention: str = "auto"
+    """Attention kernel: auto, sdpa, flash or math."""
+
+    def __post_init__(self) -> None:
+        _raise_faults(
+            _at_least("model", 1, num_layers=self.num_layers, hidden_dim=self.hidden_dim, num_heads=self.num_heads)
+            + _at_least("model", 1, ffn_dim=self.ffn_dim, max_positions=self.max_positions)
+            + _at_least("model", 2, vocab_size=self.vocab_size)
+            + _at_least("model", 1, vocab_multiple=self.vocab_multiple)
+            + _at_least("model", 0, init_std=self.init_std, norm_eps=self.norm_eps)
+            + _fraction("model", hidden_dropout=self.hidden_dropout, attention_dropout=self.attention_dropout)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where samples come from and how they are cut."""
+
+    path: tuple[str, ...] = ()
+    """Prefix of a .bin/.idx pair; P also finds P_text_document."""
+    split: str = "969,30,1"
+    """Weights of the train, valid and test parts."""
+    seq_len: int = 1024
+    """Tokens of a sample."""
+    tokenizer_type: str | None = None
+    """Tokenizer of the data, compared with what the data says of itself."""
+    tokenizer_model: str | None = None
+    """tokenizer.json, a folder with one, or a SentencePiece model."""
+    vocab_file: str | None = None
+    """Vocabulary of a GPT-2 style tokenizer (JSON, whatever its name)."""
+    merge_file: str | None = None
+    """Merges of a GPT-2 style tokenizer."""
+    order: str = "single"
+    """Sampler: single or cyclic. Samples are already shuffled and repeated, so both read the same order."""
+    num_threads: int = 1
+    """Threads that gather batches ahead of need."""
+    prefetch: int = 4
+    """Micro-batches held ready ahead of need."""
+    eod_mask_loss: bool = False
+    """Whether predictions made at an end-of-document token are left out of the loss."""
+
+    def __post_init__(self) -> None:
+        _raise_faults(
+            _at_least("data", 1, seq_len=self.seq_len, prefetch=self.prefetch)
+            + _at_least("data", 0, num_threads=self.num_threads)
+            + _one_of("data", ("single", "cyclic"), order=self.order)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How many ranks share what; the rest of the world is data parallel."""
+
+    tp: int = 1
+    """Tensor-parallel size: ranks that share one layer."""
+    pp: int = 1
+    """Pipeline-parallel size: stages the layers are divided into."""
+    cp: int = 1
+    """Context-parallel size: ranks that share one sequence."""
+    ep: int = 1
+    """Expert-parallel size: ranks that share the experts of a layer."""
+    sequence_parallel: bool = False
+    """Whether norms and dropouts are split along the sequence over the tensor-parallel ranks."""
+    backend: str | None = None
+    """Process group backend: nccl or gloo. The first that fits if not given; gloo keeps the run on the CPU."""
+
+    def __post_init__(self) -> None:
+        _raise_faults(
+            _at_least("parallel", 1, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep)
+            + _one_of("parallel", ("nccl", "gloo"), backend=self.backend)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW and clipping."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    weight_decay: float = 0.01
+    """Decoupled decay of matrices and embeddings; biases and norms are not decayed."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        _raise_faults(
+            _at_least("optim", 0, lr=self.lr, weight_decay=self.weight_decay)
+            + _at_least("optim", 0, adam_eps=self.adam_eps, clip_grad=self.clip_grad)
+            + _fraction("optim", adam_beta1=self.adam_beta1, adam_beta2=self.adam_beta2)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleConfig:
+    """Learning rate over the run: warm-up, then decay from the peak to `min_lr`."""
+
+    style: str = "linear"
+    """Decay after warm-up: cosine, linear or constant."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay and after it."""
+    decay_steps: int | None = None
+    """Iterations until `min_lr` is reached, warm-up included (the whole run if not given)."""
+    decay_samples: int | None = None
+    """The same in samples."""
+    warmup_steps: int | None = None
+    """Iterations of linear warm-up."""
+    warmup_samples: int | None = None
+    """The same in samples."""
+    warmup_fraction: float | None = None
+    """The same as a fraction of the decay."""
+    warmup_init: float = 0.0
+    """Learning rate from which warm-up starts."""
+
+    def __post_init__(self) -> None:
+        _raise_faults(
+            _one_of("schedule", ("cosine", "linear", "constant"), style=self.style)
+            + _at_least("schedule", 0, min_lr=self.min_lr, warmup_init=self.warmup_init)
+            + _at_least("schedule", 1, decay_steps=self.decay_steps, decay_samples=self.decay_samples)
+            + _at_least("schedule", 0, warmup_steps=self.warmup_steps, warmup_samples=self.warmup_samples)
+            + _fraction("schedule", warmup_fraction=self.warmup_fraction)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepConfig:
+    """One step: global batch = micro batch x data-parallel ranks x accumulation. Give any part; the rest follows."""
+
+    micro_batch_size: int | None = None
+    """Samples in one forward of one data-parallel rank."""
+    global_batch_size: int | None = None
+    """Samples of one step over all ranks."""
+    num_micro_batches: int | None = None
+    """Micro-batches accumulated in one step."""
+    dtype: str = "fp32"
+    """Weights and activations: fp32 or bf16. Master weights, gradients and moments are fp32 in both."""
+
+    def __post_init__(self) -> None:
+        _raise_faults(
+            _at_least("step", 1, micro_batch_size=self.micro_batch_size, global_batch_size=self.global_batch_size)
+            + _at_least("step", 1, num_micro_batches=self.num_micro_batches)
+            + _one_of("step", ("fp32", "bf16"), dtype=self.dtype)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Validation during the run."""
+
+    every: int = 1000
+    """Iterations between two evaluations; 0 turns them off."""
+    steps: int = 100
+    """Global batches of one evaluation; each evaluation reads the same ones."""
+
+    def __post_init__(self) -> None:
+        _raise_faults(_at_least("eval", 0, every=self.every, steps=self.steps))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Where the run is saved and from where it goes on."""
+
+    save: str | None = None
+    """Folder for checkpoints. A restart goes on from the last complete one in it."""
+    load: str | None = None
+    """Folder to start from when `save` holds no complete checkpoint yet."""
+    every: int | None = None
+    """Iterations between two checkpoints (only at the end if not given)."""
+
+    def __post_init__(self) -> None:
+        _raise_faults(_at_least("checkpoint", 1, every=self.every))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    """What is written down, and where."""
+
+    every: int = 10
+    """Iterations between two log lines."""
+    run_dir: str | None = None
+    """Folder for run.json and metrics.jsonl (the checkpoint folder, else runs/NAME, if not given)."""
+    name: str = "gpt"
+    """Name of the run."""
+
+    def __post_init__(self) -> None:
+        _raise_faults(_at_least("log", 1, every=self.every))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """A whole run."""
+
+    num_steps: int | None = None
+    """Iterations of the run."""
+    num_samples: int | None = None
+    """The same in samples; rounded down to whole iterations."""
+    seed: int = 1234
+    """Decides initial weights, dropout and the order of samples."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    step: StepConfig = field(default_factory=StepConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name} must be >= 1, got {value}"
+            for name, value in (("num_steps", self.num_steps), ("num_samples", self.num_samples))
+            if value is not None and value < 1
+        ]
+        if self.seed < 0:
+            faults.append(f"seed must be >= 0, got {self.seed}")
+        _raise_faults(faults)

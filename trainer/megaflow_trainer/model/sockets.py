@@ -1,0 +1,20 @@
+"""Where something else can be plugged into the model without editing its maths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megaflow_trainer.ops.attention import attend_sdpa
+from megaflow_trainer.ops.cross_entropy import cross_entropy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sockets:
+    """The linear layer, the attention core and the loss, each with its local default."""
+
+    linear: Callable[[int, int], nn.Module] = nn.Linear
+    attention: Callable[..., Tensor] = attend_sdpa
+    loss: Callable[..., Tensor] = cross_entropy

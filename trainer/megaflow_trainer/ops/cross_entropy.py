@@ -1,0 +1,21 @@
+"""Cross entropy per token. Legend: b micro-batch, s sequence, v vocabulary."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def cross_entropy(logits: Tensor, target: Tensor, *, vocab_size: int) -> Tensor:
+    """Cross entropy over the first `vocab_size` columns; what lies behind them is padding and takes no part.
+
+    Args:
+        logits: scores, `[b, s, v_padded]`, any float dtype.
+        target: token ids, int64, `[b, s]`.
+        vocab_size: columns that are real tokens.
+
+    Returns:
+        Loss in nats per token, float32, `[b, s]`.
+    """
+    scores = logits[..., :vocab_size].float()  # [b, s, v]
+    return F.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").view_as(target)

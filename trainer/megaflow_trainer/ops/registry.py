@@ -1,0 +1,46 @@
+"""Choosing an entry of an op: the asked one if it can run here, or the first that can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megaflow.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """What the run asks of an entry."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One way to compute an op. `obstacle` returns why it cannot serve a need, or None."""
+
+    name: str
+    function: Callable[..., torch.Tensor]
+    obstacle: Callable[[Need], str | None] = lambda need: None
+
+
+def choose(op: str, entries: Sequence[Entry], wanted: str, need: Need) -> Entry:
+    """Pick the entry called `wanted`; `auto` takes the first of `entries` without an obstacle.
+
+    Raises:
+        ConfigError: if there is no such entry or it cannot run here, with the reason and what to use instead.
+    """
+    usable = [entry.name for entry in entries if entry.obstacle(need) is None]
+    name = usable[0] if wanted == "auto" and usable else wanted
+    for entry in entries:
+        if entry.name == name:
+            reason = entry.obstacle(need)
+            if reason is None:
+                return entry
+            raise ConfigError(f"{op} {name!r} cannot run here: {reason}; use {' or '.join(usable)}, or auto")
+    known = ", ".join(["auto", *(entry.name for entry in entries)])
+    raise ConfigError(f"{op} {wanted!r} is not known; the known ones are {known}")

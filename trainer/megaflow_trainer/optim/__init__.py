@@ -1,0 +1,1 @@
+"""The optimizer steps what `parallel` exposes; it sends nothing itself."""

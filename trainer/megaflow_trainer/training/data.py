@@ -1,0 +1,107 @@
+"""The data of a run: the pair on disk, what it says of its tokenizer, its three parts, and loaders over them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import megaflow
+from megaflow import GPTDataset, Loader
+from megaflow.errors import ConfigError, TokenizerError
+from megaflow_trainer.config.sections import DataConfig, TrainConfig
+from megaflow_trainer.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunData:
+    """Datasets (None where a part is empty), the vocabulary, and the end-of-document token where it masks the loss."""
+
+    train: GPTDataset
+    valid: GPTDataset | None
+    vocab_size: int
+    eod_id: int | None
+    notes: tuple[str, ...]
+
+
+def open_data(config: TrainConfig) -> RunData:
+    """Open the pair that the configuration names and check its tokenizer before anything is built.
+
+    Raises:
+        MissingFileError: if there is no such pair or tokenizer file.
+        TokenizerError: if the data were made with another tokenizer than the one the flags name.
+        ConfigError: if the train part is empty.
+    """
+    prefix = megaflow.resolve_prefix(config.data.path[0])
+    vocab_size, eod_id, notes = _read_vocabulary(prefix, config)
+    train, valid, _ = GPTDataset.build_splits(
+        prefix,
+        seq_len=config.data.seq_len,
+        split=config.data.split,
+        num_samples=count_samples(config),
+        seed=config.seed,
+    )
+    if train is None:
+        raise ConfigError(f"{prefix}: the train part of --split {config.data.split} is empty; give it more weight")
+    if valid is None and config.eval.every:
+        notes = [*notes, f"no validation: the valid part of --split {config.data.split} is empty"]
+    masked = eod_id if config.data.eod_mask_loss else None
+    return RunData(train=train, valid=valid, vocab_size=vocab_size, eod_id=masked, notes=tuple(notes))
+
+
+def count_samples(config: TrainConfig) -> tuple[int, int, int]:
+    """Samples of the train, valid and test parts, counted as Megatron does: they decide the number of epochs."""
+    batch, steps = config.step.global_batch_size or 1, config.num_steps or 0
+    evaluations = steps // config.eval.every + 1 if config.eval.every else 0
+    return steps * batch, evaluations * config.eval.steps * batch, config.eval.steps * batch
+
+
+def build_loader(dataset: GPTDataset, config: TrainConfig, mesh: Mesh) -> Loader:
+    """This rank's loader over a dataset, from its first sample on."""
+    return Loader(
+        dataset,
+        config.step.micro_batch_size,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        num_threads=max(1, config.data.num_threads),
+        prefetch=config.data.prefetch,
+    )
+
+
+def with_vocabulary(config: TrainConfig, data: RunData) -> TrainConfig:
+    """The configuration with the vocabulary size that the data decide."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=data.vocab_size))
+
+
+def _read_vocabulary(prefix: str, config: TrainConfig) -> tuple[int, int | None, list[str]]:
+    """Vocabulary size, end-of-document id and notes, from --vocab-size, the sidecar and the tokenizer's files."""
+    sidecar = (megaflow.read_sidecar(prefix) or {}).get("tokenizer")
+    named = _names_tokenizer(config.data)
+    tokenizer = _open_tokenizer(config.data) if named or sidecar is None else None
+    if sidecar is not None and tokenizer is not None and tokenizer.fingerprint != sidecar["fingerprint"]:
+        raise TokenizerError(
+            f"{prefix}: the data were made with tokenizer {sidecar['type']} (fingerprint {sidecar['fingerprint']}), "
+            f"the flags name one with fingerprint {tokenizer.fingerprint}; drop the tokenizer flags or use the same"
+        )
+    found: dict[str, Any] = sidecar or {}
+    if tokenizer is not None and sidecar is None:
+        found = {"vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id}
+    notes = []
+    if sidecar is None and not named and config.model.vocab_size is None:
+        notes = [f"{prefix} has no sidecar and no tokenizer is named: GPT-2's {found['vocab_size']} tokens are assumed"]
+    if config.data.eod_mask_loss and found["eod_id"] is None:
+        raise ConfigError("--eod-mask-loss needs an end-of-document token, and this tokenizer has none; drop the flag")
+    return config.model.vocab_size or found["vocab_size"], found["eod_id"], notes
+
+
+def _names_tokenizer(data: DataConfig) -> bool:
+    return any((data.tokenizer_type, data.tokenizer_model, data.vocab_file, data.merge_file))
+
+
+def _open_tokenizer(data: DataConfig) -> Any:
+    return megaflow.Tokenizer.from_files(
+        tokenizer_type=data.tokenizer_type,
+        tokenizer_model=data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+    )

@@ -1,0 +1,84 @@
+"""From the loader to the device: the next micro-batch, its mask, and the time that was spent waiting for it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megaflow import Loader
+from megaflow.errors import ConfigError
+from megaflow_trainer.training.clock import DATA_WAIT, Clock
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """One micro-batch on the device. Legend: b micro-batch, s sequence."""
+
+    tokens: Tensor  # int64 [b, s]
+    labels: Tensor  # int64 [b, s]
+    mask: Tensor | None  # float32 [b, s], 1 where the prediction counts; None: everywhere
+    num_tokens: int  # predictions that count
+
+
+class Feed:
+    """Takes batches from a loader to a device. With `eod_id`, predictions made at that token do not count."""
+
+    def __init__(self, loader: Loader, device: torch.device, clock: Clock, *, eod_id: int | None = None) -> None:
+        self.loader = loader
+        self.device = device
+        self.clock = clock
+        self.eod_id = eod_id
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def next(self) -> DeviceBatch:
+        """The next micro-batch of this rank.
+
+        Raises:
+            ConfigError: if the data end before the run does.
+        """
+        if self.stream is None:
+            with self.clock.phase(DATA_WAIT):
+                return self._pack(*self._read())
+        earlier_work = self.clock.mark()
+        arrays = self._read()
+        with torch.cuda.stream(self.stream):
+            batch = self._pack(*arrays)
+        arrived = self.clock.mark(self.stream)
+        self._hand_over(batch, arrived)
+        self.clock.count_arrival(earlier_work, arrived)
+        return batch
+
+    def _read(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32] | None]:
+        start = time.perf_counter()
+        try:
+            batch = next(self.loader)
+        except StopIteration:
+            raise ConfigError("the data end before the run does; lower --train-iters or --eval-iters") from None
+        self.clock.host_wait_s += time.perf_counter() - start
+        mask = None if self.eod_id is None else (batch.tokens != self.eod_id).astype(np.float32)
+        return batch.tokens, batch.labels, mask
+
+    def _pack(
+        self, tokens: NDArray[np.int64], labels: NDArray[np.int64], mask: NDArray[np.float32] | None
+    ) -> DeviceBatch:
+        num_tokens = tokens.size if mask is None else int(mask.sum())
+        on_device = None if mask is None else self._send(mask)
+        return DeviceBatch(self._send(tokens), self._send(labels), on_device, num_tokens)
+
+    def _send(self, array: NDArray[np.generic]) -> Tensor:
+        """Copy an array to the device; the loader may reuse its buffer as soon as this returns."""
+        tensor = torch.from_numpy(np.array(array))
+        return tensor if self.stream is None else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _hand_over(self, batch: DeviceBatch, arrived: torch.cuda.Event) -> None:
+        """Let the computing stream wait for the batch, and keep its memory until that stream is done with it."""
+        computing = torch.cuda.current_stream(self.device)
+        computing.wait_event(arrived)
+        for tensor in (batch.tokens, batch.labels, batch.mask):
+            if tensor is not None:
+                tensor.record_stream(computing)

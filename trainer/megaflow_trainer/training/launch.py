@@ -1,0 +1,39 @@
+"""From a process to a rank: meet the others, train, and end in one sentence whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from megaflow.errors import MegaflowError
+from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.parallel.mesh import Launch, build_mesh, choose_device, start_group
+from megaflow_trainer.training.faults import FaultBoard
+from megaflow_trainer.training.run import train
+
+EXIT_FAULT, EXIT_INTERRUPTED = 1, 130
+
+
+def launch(config: TrainConfig, notes: Sequence[str], *, rank: int, world_size: int, local_rank: int) -> int:
+    """Train as one of `world_size` ranks; returns the exit code. Several ranks meet where the launcher says (env://)."""
+    own = Launch(rank=rank, world_size=world_size, local_rank=local_rank)
+    store = next(dist.rendezvous("env://"))[0] if world_size > 1 else None
+    board = FaultBoard(rank, store)
+    try:
+        device, backend, device_notes = choose_device(own, config.parallel.backend)
+        start_group(own, store, backend)
+        code = train(config, build_mesh(own, device, backend), [*notes, *device_notes])
+    except MegaflowError as error:
+        board.report(str(error))
+        return EXIT_FAULT
+    except KeyboardInterrupt:
+        board.report("interrupted; the same command goes on from the last checkpoint")
+        return EXIT_INTERRUPTED
+    except RuntimeError:
+        if not board.has_any():
+            raise
+        return EXIT_FAULT  # a connection broke because another rank left, which has said why
+    if world_size > 1:
+        dist.destroy_process_group()
+    return code

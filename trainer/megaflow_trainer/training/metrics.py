@@ -1,0 +1,127 @@
+"""The log line of an interval, and the same values in full precision in `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+
+from megaflow_trainer.config.arithmetic import count_flops_per_token, find_peak_flops, pad_vocab
+from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.training.clock import ASIDE, PHASES, Clock
+from megaflow_trainer.training.manifest import describe_device
+from megaflow_trainer.training.step import StepReport
+
+
+def say(mesh: Mesh, line: str) -> None:
+    """Print a line once for all ranks."""
+    if mesh.is_first:
+        print(line, flush=True)
+
+
+class MetricsLog:
+    """Collects the reports of steps and writes a line every `log.every` of them; only the first rank writes."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, clock: Clock) -> None:
+        self.config, self.mesh, self.clock = config, mesh, clock
+        self.reports: list[StepReport] = []
+        self.file: TextIO | None = None
+        if mesh.is_first:
+            assert config.log.run_dir is not None, "resolved"
+            self.file = (Path(config.log.run_dir) / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def __enter__(self) -> MetricsLog:
+        self.clock.collect()  # what came before the first step is not part of it
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def write(self, step: int, consumed_samples: int, report: StepReport) -> None:
+        """Take the report of a step; at the end of an interval read the device and write the line."""
+        self.reports.append(report)
+        if step % self.config.log.every == 0 or step == self.config.num_steps:
+            values = self._summarise(step, consumed_samples)
+            self._write_json(values)
+            say(self.mesh, format_line(values, self.config.num_steps or 0))
+            self.reports = []
+
+    def write_validation(self, step: int, loss: float) -> None:
+        """Write the result of an evaluation."""
+        self._write_json({"iteration": step, "valid_loss": loss})
+        say(self.mesh, f" validation at iteration {step} | lm loss: {loss:.6E} | perplexity: {_perplexity(loss):.6E}")
+
+    def _summarise(self, step: int, consumed_samples: int) -> dict[str, Any]:
+        wall_s, seconds = self.clock.collect()
+        count = len(self.reports)
+        step_s = (wall_s - sum(seconds[name] for name in ASIDE)) / count
+        losses = torch.stack([report.loss for report in self.reports]).tolist()
+        phases = {f"{name}_s": seconds[name] / count for name in (*PHASES, "host_wait")}
+        values = {
+            "iteration": step,
+            "consumed_samples": consumed_samples,
+            "lr": self.reports[-1].lr,
+            "lm_loss": sum(losses) / count,
+            "grad_norm": self.reports[-1].grad_norm.item(),
+            "step_time_s": step_s,
+            **phases,
+            "other_s": step_s - sum(phases[f"{name}_s"] for name in PHASES),
+            **{f"{name}_s": seconds[name] for name in ASIDE},
+        }
+        return values | self._measure_speed(step_s) | {"memory_bytes": measure_memory(self.mesh.device)}
+
+    def _measure_speed(self, step_s: float) -> dict[str, float]:
+        config = self.config
+        samples_per_s = (config.step.global_batch_size or 0) / step_s
+        tokens_per_s = samples_per_s * config.data.seq_len / self.mesh.world_size
+        rows = pad_vocab(config.model.vocab_size or 0, config.model.vocab_multiple)
+        full, causal = (
+            count_flops_per_token(config.model, seq_len=config.data.seq_len, vocab_rows=rows, is_causal=is_causal)
+            for is_causal in (False, True)
+        )
+        speed = {
+            "samples_per_s": samples_per_s,
+            "tokens_per_s_per_gpu": tokens_per_s,
+            "tflops_per_gpu": full * tokens_per_s / 1e12,
+        }
+        peak = find_peak_flops(describe_device(self.mesh.device), config.step.dtype)
+        if peak is not None:
+            speed |= {"mfu": full * tokens_per_s / peak, "mfu_causal": causal * tokens_per_s / peak}
+        return speed
+
+    def _write_json(self, values: dict[str, Any]) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+
+
+def format_line(values: dict[str, Any], num_steps: int) -> str:
+    """The console line of an interval; times are means per step."""
+    phases = " + ".join(f"{name.replace('_', ' ')} {values[f'{name}_s'] * 1e3:.2f}" for name in (*PHASES, "other"))
+    mfu = f" | MFU: {values['mfu']:.1%} (causal {values['mfu_causal']:.1%})" if "mfu" in values else ""
+    return (
+        f" iteration {values['iteration']}/{num_steps} | consumed samples: {values['consumed_samples']} | "
+        f"lr: {values['lr']:.6E} | lm loss: {values['lm_loss']:.6E} | grad norm: {values['grad_norm']:.6E} | "
+        f"step time (ms): {values['step_time_s'] * 1e3:.2f} = {phases} | samples/s: {values['samples_per_s']:.2f} | "
+        f"tokens/s/GPU: {values['tokens_per_s_per_gpu']:.0f} | TFLOP/s/GPU: {values['tflops_per_gpu']:.4g}{mfu} | "
+        f"memory (MiB): {values['memory_bytes'] / 2**20:.0f}"
+    )
+
+
+def measure_memory(device: torch.device) -> int:
+    """Peak bytes: allocated on a GPU, resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _perplexity(loss: float) -> float:
+    return 2.718281828459045 ** min(loss, 700.0)

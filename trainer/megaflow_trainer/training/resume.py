@@ -1,0 +1,119 @@
+"""What a run is between two steps: saved so that a restart goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaflow import Loader
+from megaflow.errors import CheckpointError
+from megaflow_trainer.checkpoint import store
+from megaflow_trainer.config.fields import to_dict
+from megaflow_trainer.config.sections import CheckpointConfig, TrainConfig
+from megaflow_trainer.optim.adamw import AdamW
+from megaflow_trainer.parallel.apply import ParallelModel
+from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
+from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.seed import get_rng_state, seed_dropout, set_rng_state
+from megaflow_trainer.training.metrics import say
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainState:
+    """What is trained and where it reads."""
+
+    model: ParallelModel
+    optimizer: AdamW
+    loader: Loader
+    data_fingerprint: str
+
+
+def save_checkpoint(config: TrainConfig, step: int, state: TrainState, mesh: Mesh) -> None:
+    """Save the run after `step`. The first rank writes; all ranks wait until the checkpoint is published.
+
+    Raises:
+        FileAccessError: on every rank, if it could not be written.
+    """
+    assert config.checkpoint.save is not None, "asked only when there is a folder"
+    root = Path(config.checkpoint.save)
+    streams = gather_objects(get_rng_state(mesh), mesh.dp_group)
+    files: dict[str, dict[str, Tensor]] = {
+        "model": dict(state.model.module.named_parameters()),
+        "optimizer": state.optimizer.list_tensors(),
+        "rng": {f"{name}.{rank}": value for rank, own in enumerate(streams) for name, value in own.items()},
+    }
+    rest = {
+        "loader": state.loader.state_dict(),
+        "world_size": mesh.world_size,
+        "data_fingerprint": state.data_fingerprint,
+        "config": to_dict(config),
+    }
+    path = do_on_first(lambda: store.write_checkpoint(root, step, files, rest), mesh.dp_group)
+    say(mesh, f" saved iteration {step} in {path}")
+
+
+def resume_or_start(config: TrainConfig, state: TrainState, mesh: Mesh) -> int:
+    """Load the checkpoint to go on from, if there is one. All ranks take the same.
+
+    Returns:
+        The last complete step: 0 for a fresh start.
+
+    Raises:
+        CheckpointError: if `--load` holds none, or the one found does not fit the model.
+    """
+    seed_dropout(config.seed, mesh)
+    path = do_on_first(lambda: choose_checkpoint(config.checkpoint), mesh.dp_group)
+    if path is None:
+        return 0
+    step = load_checkpoint(path, config, state, mesh)
+    say(mesh, f" resumed from {path}: going on after iteration {step}")
+    return step
+
+
+def choose_checkpoint(config: CheckpointConfig) -> Path | None:
+    """The last complete checkpoint of `save`, else of `load`; None for a fresh start.
+
+    Raises:
+        FileAccessError: if the `save` folder cannot be written.
+        CheckpointError: if `load` is another folder than `save` and holds none.
+    """
+    path = None
+    if config.save is not None:
+        store.prepare_folder(Path(config.save))
+        path = store.find_checkpoint(Path(config.save))
+    if path is None and config.load is not None and config.load != config.save:
+        path = store.find_checkpoint(Path(config.load))
+        if path is None:
+            raise CheckpointError(f"--load {config.load}: no complete checkpoint there; drop the flag to start afresh")
+    return path
+
+
+@torch.no_grad()
+def load_checkpoint(path: Path, config: TrainConfig, state: TrainState, mesh: Mesh) -> int:
+    """Fill model, optimizer, random streams and the loader's position; returns the step that was complete."""
+    saved = store.read_state(path)
+    weights, moments = store.read_tensors(path, "model"), store.read_tensors(path, "optimizer")
+    full = {name: moments.pop(f"master.{name}", weight) for name, weight in weights.items()}
+    own = state.optimizer.list_tensors()
+    store.fill_tensors(dict(state.model.module.named_parameters()), weights, path)
+    store.fill_tensors(state.optimizer.masters, full, path)
+    store.fill_tensors({name: own[name] for name in own if not name.startswith("master.")}, moments, path)
+    state.optimizer.copy_to_weights()
+    state.loader.load_state_dict(saved["loader"])
+    _restore_streams(path, config, int(saved["iteration"]), mesh)
+    if saved["data_fingerprint"] != state.data_fingerprint:
+        say(mesh, " the data or their order differ from the checkpoint's: samples may repeat or be left out")
+    return int(saved["iteration"])
+
+
+def _restore_streams(path: Path, config: TrainConfig, step: int, mesh: Mesh) -> None:
+    """Each rank goes on with its own stream; a rank that the saved run did not have starts one at this step."""
+    saved = store.read_tensors(path, "rng")
+    own = {name.split(".")[0]: value for name, value in saved.items() if name.endswith(f".{mesh.dp_rank}")}
+    if own:
+        set_rng_state(own, mesh)
+    else:
+        seed_dropout(config.seed, mesh, step=step)

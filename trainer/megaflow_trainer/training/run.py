@@ -1,0 +1,108 @@
+"""The run: build everything once, then one line a verb."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.model.gpt import build_gpt
+from megaflow_trainer.model.init import init_weights
+from megaflow_trainer.model.sockets import Sockets
+from megaflow_trainer.ops.attention import ATTENTION
+from megaflow_trainer.ops.registry import Need, choose
+from megaflow_trainer.optim.adamw import AdamW
+from megaflow_trainer.optim.schedule import build_schedule
+from megaflow_trainer.parallel.apply import ParallelModel, parallelize
+from megaflow_trainer.parallel.collectives import do_on_first
+from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.training.clock import CHECKPOINT, EVAL, Clock
+from megaflow_trainer.training.data import build_loader, open_data, with_vocabulary
+from megaflow_trainer.training.evaluate import evaluate
+from megaflow_trainer.training.feed import Feed
+from megaflow_trainer.training.manifest import write_manifest
+from megaflow_trainer.training.metrics import MetricsLog, say
+from megaflow_trainer.training.resume import TrainState, resume_or_start, save_checkpoint
+from megaflow_trainer.training.step import train_step
+from megaflow_trainer.training.stop import EXIT_STOPPED, StopVote
+
+
+def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
+    """Train as the configuration says, from the last complete checkpoint on.
+
+    Returns:
+        0 when the run is finished, EXIT_STOPPED when it was asked to stop.
+
+    Raises:
+        MegaflowError: whatever the user, the files or the cluster got wrong, in one sentence.
+    """
+    data = open_data(config)
+    config = with_vocabulary(config, data)
+    model = build_model(config, mesh)
+    optimizer, schedule = AdamW(model.gradients.parameters, config.optim), build_schedule(config)
+    with build_loader(data.train, config, mesh) as loader:
+        state = TrainState(model=model, optimizer=optimizer, loader=loader, data_fingerprint=data.train.fingerprint)
+        start = resume_or_start(config, state, mesh)
+        introduce(config, mesh, start, data.train.fingerprint, [*notes, *data.notes])
+        clock = Clock(mesh.device)
+        feed = Feed(loader, mesh.device, clock, eod_id=data.eod_id)
+        with StopVote(mesh) as stop, MetricsLog(config, mesh, clock) as log:
+            for step in range(start + 1, (config.num_steps or 0) + 1):
+                consumed = step * (config.step.global_batch_size or 0)
+                report = train_step(
+                    model,
+                    optimizer,
+                    feed,
+                    mesh,
+                    clock,
+                    lr=schedule.lr_at(consumed),
+                    clip_grad=config.optim.clip_grad,
+                    num_micro_batches=config.step.num_micro_batches or 1,
+                )
+                log.write(step, consumed, report)
+                if data.valid is not None and is_due(step, config.eval.every, config.num_steps):
+                    with clock.phase(EVAL):
+                        log.write_validation(step, evaluate(model, data.valid, config, mesh, eod_id=data.eod_id))
+                is_stopping = stop.is_agreed()
+                if config.checkpoint.save and (is_stopping or is_due(step, config.checkpoint.every, config.num_steps)):
+                    with clock.phase(CHECKPOINT):
+                        save_checkpoint(config, step, state, mesh)
+                if is_stopping:
+                    say(mesh, f" stopped by SIGTERM after iteration {step}; the same command goes on from there")
+                    return EXIT_STOPPED
+    return 0
+
+
+def is_due(step: int, every: int | None, last: int | None) -> bool:
+    """Whether something done every `every` steps and after the last one is done now; 0 means never."""
+    return every != 0 and (step == last or (every is not None and step % every == 0))
+
+
+def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
+    """The model with initial weights, ready for the mesh."""
+    dtype = torch.bfloat16 if config.step.dtype == "bf16" else torch.float32
+    need = Need(device=mesh.device, dtype=dtype, head_dim=config.model.hidden_dim // config.model.num_heads)
+    attention = choose("attention", ATTENTION, config.model.attention, need)
+    model = build_gpt(config.model, Sockets(attention=attention.function), device=mesh.device, dtype=dtype)
+    init_weights(model, config.model, seed=config.seed)
+    return parallelize(model, mesh)
+
+
+def introduce(config: TrainConfig, mesh: Mesh, start: int, fingerprint: str, notes: Sequence[str]) -> None:
+    """Say once what is about to run, and write it into the run folder."""
+    assert config.log.run_dir is not None, "resolved"
+    folder = Path(config.log.run_dir)
+    do_on_first(lambda: write_manifest(folder, config, mesh, start_step=start, fingerprint=fingerprint), mesh.dp_group)
+    for note in notes:
+        say(mesh, f" note: {note}")
+    step = config.step
+    say(
+        mesh,
+        f" training on {mesh.world_size} x {mesh.device.type} ({mesh.backend}, {step.dtype}): global batch "
+        f"{step.global_batch_size} = {step.micro_batch_size} x {mesh.dp_size} x {step.num_micro_batches}, "
+        f"iterations {start + 1} to {config.num_steps}, run folder {folder}",
+    )
+    if start >= (config.num_steps or 0):
+        say(mesh, f" nothing to do: iteration {start} is already complete; raise --train-iters to go on")
