@@ -1,4 +1,4 @@
-"""The set-up: what it says when a tool is missing, and that it repeats only what has changed. Nothing is installed here."""
+"""The set-up: what it says when a tool is missing, and that it repeats only what has changed. Installs nothing."""
 
 from __future__ import annotations
 
