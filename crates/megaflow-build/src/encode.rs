@@ -1,0 +1,127 @@
+//! What one thread does: a block of lines to documents.
+
+use megaflow_core::TokenDtype;
+use megaflow_indexed::EncodedDocuments;
+use megaflow_source::{Block, Field, LineOutcome, Reject, RejectReason, parse_block};
+use megaflow_tokenize::{EncodeOptions, Encoder, TokenizeError, Tokenizer};
+
+use crate::{EmptyDocuments, JobOptions, OnBadRecord};
+
+/// What became of a block.
+#[derive(Debug, Default)]
+pub(crate) struct EncodedBlock {
+    /// Documents of each key.
+    pub(crate) documents: Vec<EncodedDocuments>,
+    /// Lines that are not blank.
+    pub(crate) records: u64,
+    /// Records that are no document.
+    pub(crate) rejects: Vec<Reject>,
+    /// Numbers of the lines without a document.
+    pub(crate) lines_without_document: Vec<u64>,
+    /// Places where text spelled a special token.
+    pub(crate) special_hits: u64,
+    /// Bytes of the block.
+    pub(crate) bytes: u64,
+}
+
+/// One thread's state.
+pub(crate) struct BlockEncoder<'a> {
+    keys: &'a [String],
+    append_eod: Option<u32>,
+    empty_documents: EmptyDocuments,
+    stop_at_reject: bool,
+    dtype: TokenDtype,
+    encoder: Encoder,
+    scratch: Vec<Sequences>,
+}
+
+/// Ids of the sequences of one document of one key.
+#[derive(Debug, Default)]
+struct Sequences {
+    ids: Vec<u32>,
+    ends: Vec<usize>,
+}
+
+impl<'a> BlockEncoder<'a> {
+    pub(crate) fn new(
+        options: &'a JobOptions,
+        tokenizer: &Tokenizer,
+        dtype: TokenDtype,
+    ) -> Result<Self, TokenizeError> {
+        let encode: EncodeOptions = options.encode;
+        Ok(Self {
+            keys: &options.json_keys,
+            append_eod: options.append_eod,
+            empty_documents: options.empty_documents,
+            stop_at_reject: options.on_bad_record == OnBadRecord::Error,
+            dtype,
+            encoder: tokenizer.encoder(encode)?,
+            scratch: options.json_keys.iter().map(|_| Sequences::default()).collect(),
+        })
+    }
+
+    /// Parses and tokenizes a block. Under policy `Error` it ends at the first bad record: nothing behind it is written.
+    pub(crate) fn encode(&mut self, block: &Block) -> EncodedBlock {
+        let keys = self.keys;
+        let hits_before = self.encoder.special_hits();
+        let mut done = EncodedBlock { bytes: block.bytes.len() as u64, ..EncodedBlock::default() };
+        done.documents.resize_with(keys.len(), EncodedDocuments::default);
+        parse_block(block, keys, |line, offset, raw, outcome| {
+            let reason = match outcome {
+                LineOutcome::Blank => {
+                    done.lines_without_document.push(line);
+                    return true;
+                }
+                LineOutcome::Record(fields) => self.encode_record(&fields, &mut done.documents).err(),
+                LineOutcome::Bad(reason) => Some(reason),
+            };
+            done.records += 1;
+            if let Some(reason) = reason {
+                done.lines_without_document.push(line);
+                done.rejects.push(Reject { line, offset, reason, raw: raw.to_vec() });
+            }
+            done.rejects.is_empty() || !self.stop_at_reject
+        });
+        done.special_hits = self.encoder.special_hits() - hits_before;
+        done
+    }
+
+    /// All keys are encoded before any is stored, so that a bad record leaves nothing behind.
+    fn encode_record(&mut self, fields: &[Field<'_>], documents: &mut [EncodedDocuments]) -> Result<(), RejectReason> {
+        for (field, sequences) in fields.iter().zip(&mut self.scratch) {
+            sequences.ids.clear();
+            sequences.ends.clear();
+            for text in field.texts() {
+                let before = sequences.ids.len();
+                self.encoder.encode(text, &mut sequences.ids).map_err(not_tokenized)?;
+                if sequences.ids.len() > before {
+                    sequences.ends.push(sequences.ids.len());
+                }
+            }
+            let fill_empty = sequences.ends.is_empty() && self.empty_documents == EmptyDocuments::Eod;
+            if let Some(eod) = self.append_eod.filter(|_| fill_empty || !sequences.ends.is_empty()) {
+                sequences.ids.push(eod);
+                sequences.ends.pop();
+                sequences.ends.push(sequences.ids.len());
+            }
+        }
+        let too_long = |sequences: &Sequences| sequences.ids.len() > i32::MAX as usize;
+        if let Some(sequences) = self.scratch.iter().find(|sequences| too_long(sequences)) {
+            let tokens = sequences.ids.len();
+            return Err(not_tokenized(megaflow_indexed::WriteError::SequenceTooLong { tokens }));
+        }
+        for (sequences, documents) in self.scratch.iter().zip(documents) {
+            let mut start = 0;
+            for &end in &sequences.ends {
+                documents.push_sequence(&sequences.ids[start..end], self.dtype).map_err(not_tokenized)?;
+                start = end;
+            }
+            documents.end_document(sequences.ends.len() as u32);
+        }
+        Ok(())
+    }
+}
+
+fn not_tokenized(error: impl std::fmt::Display) -> RejectReason {
+    RejectReason::NotTokenized { detail: error.to_string() }
+}

@@ -1,0 +1,73 @@
+use std::path::PathBuf;
+
+use megaflow_indexed::WriteError;
+use megaflow_source::{RejectReason, SourceError};
+use megaflow_tokenize::TokenizeError;
+
+/// Why a job stopped. Nothing is then left under a final name.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BuildError {
+    /// An input could not be read.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// The output could not be written.
+    #[error(transparent)]
+    Write(#[from] WriteError),
+    /// The tokenizer cannot do what the job asks.
+    #[error(transparent)]
+    Tokenize(#[from] TokenizeError),
+    /// A record is not a document, and the policy is to stop.
+    #[error("{}: line {line} (byte {offset}): {reason}. Mend the line, or skip and count such records with \
+             --on-bad-record skip", .path.display())]
+    BadRecord {
+        /// The input.
+        path: PathBuf,
+        /// Its line, from 1.
+        line: u64,
+        /// Byte offset of the line.
+        offset: u64,
+        /// What is wrong.
+        reason: RejectReason,
+    },
+    /// More bad records than allowed.
+    #[error("{}: line {line}: {limit} bad records were allowed by --max-bad-records, and this is one more: {reason}",
+            .path.display())]
+    TooManyBadRecords {
+        /// The input of the last one.
+        path: PathBuf,
+        /// Its line.
+        line: u64,
+        /// How many were allowed.
+        limit: u64,
+        /// What is wrong with the last one.
+        reason: RejectReason,
+    },
+    /// The inputs hold no document.
+    #[error("no documents: the input has {records} records, {rejected} of them bad{by_reason}; nothing was written")]
+    NoDocuments {
+        /// Lines that are not blank.
+        records: u64,
+        /// Records that are not documents.
+        rejected: u64,
+        /// Counts by reason, in words.
+        by_reason: String,
+    },
+    /// A setting makes no sense.
+    #[error("{0}")]
+    Options(String),
+    /// A thread of the job panicked: a fault of megaflow.
+    #[error("{}: block at byte {offset}: the tokenizer thread failed: {detail}; this is a fault of megaflow, please report it",
+            .path.display())]
+    Panicked {
+        /// The input.
+        path: PathBuf,
+        /// Byte offset of the block.
+        offset: u64,
+        /// The panic's message.
+        detail: String,
+    },
+    /// The caller asked to stop.
+    #[error("stopped on request; nothing was written")]
+    Interrupted,
+}
