@@ -2,28 +2,33 @@
 PYTHON ?= python3
 export PYTHON
 
+# Even a Python that is too old to read the scripts can read this one.
+.PHONY: python
+python:
+	@$(PYTHON) tools/check_python.py
+
 .PHONY: help build demo test test-all check bench clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ' *## ' '/^[a-z-]+:.*## / {sub(/:.*/, "", $$1); printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-build: ## the environment in .venv: packages, torch, the Rust extension
+build: python ## the environment in .venv: packages, torch, the Rust extension
 	@$(PYTHON) tools/setup_env.py
 
-demo: ## from text to a trained GPT on this machine, in minutes
+demo: python ## from text to a trained GPT on this machine, in minutes
 	@$(PYTHON) tools/demo.py
 
-test: ## all tests, Rust and Python
+test: python ## all tests, Rust and Python
 	@$(PYTHON) tools/run_tests.py
 
-test-all: ## the slow tests too, and those for a GPU where there is one
+test-all: python ## the slow tests too, and those for a GPU where there is one
 	@$(PYTHON) tools/run_tests.py --all
 
-check: ## formatters, linters, types, layers, clippy, stub
+check: python ## formatters, linters, types, layers, clippy, stub
 	@tools/check
 
-bench: ## benchmarks, Rust and Python
+bench: python ## benchmarks, Rust and Python
 	@$(PYTHON) benches/run.py
 
 clean: ## removes what make built: the environment, the demo, build folders, caches
