@@ -1,0 +1,48 @@
+"""Code in the documentation runs as it stands there, and links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+TESTED = re.compile(r"<!-- test: run -->\n```python\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `corpus_text_document.*`, made by the command that the page names."""
+    folder = tmp_path_factory.mktemp("docs")
+    text = "One document says that data come first, and that a loop of ten lines is enough to learn from them. "
+    lines = [json.dumps({"text": f"{number}. {text * 4}"}) for number in range(60)]
+    (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    command = [str(Path(sys.executable).parent / "megaflow-preprocess"), "corpus.jsonl"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_plain_pytorch_loop_runs_and_learns(corpus: Path):
+    (code,) = TESTED.findall((ROOT / "docs/plain-pytorch-loop.md").read_text())
+    variables = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=corpus, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    loss = float(done.stdout.split()[-1])
+    assert loss < 9.0  # it starts above 10.8, a guess among 50,257 tokens
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str):
+    links = LINK.findall((ROOT / page).read_text(encoding="utf-8"))
+    missing = [to for to in links if "://" not in to and not ((ROOT / page).parent / to).exists()]
+    assert missing == []
