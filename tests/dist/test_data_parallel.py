@@ -1,0 +1,205 @@
+"""Two data-parallel ranks are one rank, however the batch is cut; and the test notices when they are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import RankPool
+from helpers.runs import TINY, one_rank
+from megaflow.errors import ConfigError, FileAccessError
+from megaflow_trainer.config import TrainConfig, read_command
+from megaflow_trainer.optim.adamw import AdamW
+from megaflow_trainer.parallel import data as data_parallel
+from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
+from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.seed import seed_dropout
+from megaflow_trainer.training.clock import Clock
+from megaflow_trainer.training.feed import Feed
+from megaflow_trainer.training.run import build_model
+from megaflow_trainer.training.step import train_step
+from megaflow_trainer.training.stop import StopVote
+
+pytestmark = pytest.mark.dist
+
+GLOBAL_BATCH, STEPS, SEQ_LEN, EOD = 8, 5, 16, 0
+
+
+@dataclass
+class Batch:
+    """What a loader yields."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+
+
+class ListLoader:
+    """Random samples in the order of the loader's contract; the first half of each global batch is almost all EOD."""
+
+    def __init__(self, micro_batch_size: int, mesh: Mesh) -> None:
+        samples = np.random.default_rng(3).integers(1, 64, (GLOBAL_BATCH * STEPS, SEQ_LEN + 1))
+        for first in range(0, len(samples), GLOBAL_BATCH):
+            samples[first : first + GLOBAL_BATCH // 2, 1:-1] = EOD
+        self.samples, self.size, self.mesh, self.position = samples, micro_batch_size, mesh, 0
+
+    def __next__(self) -> Batch:
+        first = self.position + self.mesh.dp_rank * self.size
+        self.position += self.size * self.mesh.dp_size
+        own = self.samples[first : first + self.size]
+        return Batch(own[:, :-1], own[:, 1:])
+
+
+def make_config(mesh_size: int, micro: int, *flags: str) -> TrainConfig:
+    sizes = ["--micro-batch-size", str(micro), "--global-batch-size", str(GLOBAL_BATCH), "--train-iters", str(STEPS)]
+    config, _ = read_command([*TINY, "--data-path", "none", *sizes, *flags], world_size=mesh_size)
+    return config
+
+
+def run_steps(mesh: Mesh, micro: int, eod_id: int | None, *flags: str) -> dict[str, Any]:
+    """Losses, norms and weights of a few steps, and the gradients of the first."""
+    config = make_config(mesh.world_size, micro, *flags)
+    model = build_model(config, mesh)
+    optimizer = AdamW(model.gradients.parameters, config.optim)
+    clock = Clock(mesh.device)
+    feed = Feed(ListLoader(micro, mesh), mesh.device, clock, eod_id=eod_id)  # type: ignore[arg-type]
+    losses, norms, grads = [], [], {}
+    for step in range(STEPS):
+        count = config.step.num_micro_batches
+        assert count is not None
+        report = train_step(model, optimizer, feed, mesh, clock, lr=1e-3, clip_grad=1.0, num_micro_batches=count)
+        losses.append(report.loss.item())
+        norms.append(report.grad_norm.item())
+        if step == 0:
+            grads = {main.name: main.main_grad.numpy().copy() for main in model.gradients.parameters}
+    weights = {name: value.detach().float().numpy().copy() for name, value in model.module.named_parameters()}
+    for name in [name for name in weights if name.endswith("qkv.bias")]:
+        for kind in (grads, weights):  # the key's bias has no gradient (softmax ignores it): what is there is rounding
+            kind[name] = np.delete(kind[name], slice(config.model.hidden_dim, 2 * config.model.hidden_dim))
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
+
+
+def run_without_reduce(mesh: Mesh, micro: int) -> dict[str, Any]:
+    """The same with the all-reduce of gradients removed."""
+    keep, data_parallel.sum_over = data_parallel.sum_over, lambda tensor, group: None
+    try:
+        return run_steps(mesh, micro, EOD)
+    finally:
+        data_parallel.sum_over = keep
+
+
+def find_difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """The largest differences: losses absolute, norms relative, gradients and weights relative to their scale."""
+    found = {
+        "losses": max(abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True)),
+        "norms": max(abs(a - b) / a for a, b in zip(one["norms"], other["norms"], strict=True)),
+    }
+    for kind in ("grads", "weights"):
+        assert one[kind].keys() == other[kind].keys()
+        found[kind] = max(
+            float(np.abs(one[kind][name] - other[kind][name]).max() / (np.abs(one[kind][name]).max() + 1e-12))
+            for name in one[kind]
+        )
+    return found
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4], ids=["accumulate4", "accumulate2", "accumulate1"])
+@pytest.mark.parametrize("eod_id", [None, EOD], ids=["unmasked", "unequal_masks"])
+def test_dp2_equals_one_rank(two_ranks: RankPool, micro: int, eod_id: int | None) -> None:
+    one = run_steps(one_rank(), GLOBAL_BATCH, eod_id)
+    for rank in two_ranks.run(run_steps, micro, eod_id):
+        difference = find_difference(one, rank)
+        assert difference["losses"] <= 2e-5
+        assert difference["norms"] <= 1e-5
+        assert difference["grads"] <= 1e-5
+        assert difference["weights"] <= 1e-4
+
+
+def test_dp2_ranks_hold_equal_weights_to_the_bit(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(run_steps, 2, EOD)
+    assert all(np.array_equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
+    assert first["losses"] == second["losses"]
+    assert first["norms"] == second["norms"]
+
+
+def test_dp2_without_the_gradient_all_reduce_is_noticed(two_ranks: RankPool) -> None:
+    one = run_steps(one_rank(), GLOBAL_BATCH, EOD)
+    difference = find_difference(one, two_ranks.run(run_without_reduce, 2)[0])
+    assert difference["grads"] > 1e-2
+    assert difference["weights"] > 1e-2
+    assert difference["norms"] > 1e-3
+
+
+def test_dp2_in_bf16_stays_close_to_one_rank(two_ranks: RankPool) -> None:
+    one = run_steps(one_rank(), GLOBAL_BATCH, EOD, "--bf16")
+    other = two_ranks.run(run_steps, 2, EOD, "--bf16")[0]
+    assert max(abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True)) <= 5e-3
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_cut_into_micro_batches_does_not_change_the_step(micro: int) -> None:
+    difference = find_difference(run_steps(one_rank(), GLOBAL_BATCH, EOD), run_steps(one_rank(), micro, EOD))
+    assert difference["losses"] <= 2e-5
+    assert difference["norms"] <= 1e-5
+    assert difference["weights"] <= 1e-4
+
+
+def draw_dropout(mesh: Mesh) -> list[float]:
+    seed_dropout(1234, mesh)
+    return torch.rand(4).tolist()
+
+
+def test_ranks_drop_different_activations(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(draw_dropout)
+    assert first != second
+
+
+def fail_on_first(mesh: Mesh) -> str:
+    def action() -> None:
+        raise FileAccessError("disk full")
+
+    try:
+        do_on_first(action, mesh.dp_group)
+    except FileAccessError as error:
+        return str(error)
+    return "no error"
+
+
+def test_an_error_of_the_first_rank_is_raised_on_all(two_ranks: RankPool) -> None:
+    assert two_ranks.run(fail_on_first) == ["disk full", "disk full"]
+
+
+def vote(mesh: Mesh, asked_rank: int) -> list[bool]:
+    with StopVote(mesh) as stop:
+        answers = []
+        for step in range(4):
+            stop.is_asked = stop.is_asked or (step == 1 and mesh.rank == asked_rank)
+            answers.append(stop.is_agreed())
+        return answers
+
+
+@pytest.mark.parametrize("asked_rank", [0, 1])
+def test_a_signal_on_one_rank_stops_all_after_the_same_step(two_ranks: RankPool, asked_rank: int) -> None:
+    first, second = two_ranks.run(vote, asked_rank)
+    assert first == second == [False, False, True, True]
+
+
+def gather_ranks(mesh: Mesh) -> list[int]:
+    return gather_objects(mesh.rank, mesh.dp_group)
+
+
+def test_objects_are_gathered_in_rank_order(two_ranks: RankPool) -> None:
+    assert two_ranks.run(gather_ranks) == [[0, 1], [0, 1]]
+
+
+def fail_on_last(mesh: Mesh) -> None:
+    if mesh.rank == mesh.world_size - 1:
+        raise ConfigError("only here")
+
+
+def test_the_pool_reports_a_failing_rank_and_starts_anew(two_ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"rank 1:[\s\S]*only here"):
+        two_ranks.run(fail_on_last)
+    assert two_ranks.run(gather_ranks) == [[0, 1], [0, 1]]

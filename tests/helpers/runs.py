@@ -1,0 +1,54 @@
+"""Tiny runs of the trainer inside the test process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megaflow_trainer.config import read_command
+from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
+from megaflow_trainer.training.run import train
+from safetensors.torch import load_file
+
+TINY = (
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
+    *("--vocab-size", "64", "--make-vocab-size-divisible-by", "48", "--lr", "1e-3", "--log-interval", "1"),
+    *("--eval-interval", "0", "--split", "90,10,0", "--hidden-dropout", "0", "--attention-dropout", "0"),
+)
+
+
+def one_rank() -> Mesh:
+    """A mesh of one rank on the CPU."""
+    return build_mesh(Launch(), torch.device("cpu"), "gloo")
+
+
+def run_tiny(prefix: str, flags: Sequence[str], mesh: Mesh | None = None) -> int:
+    """Train in this process; later flags override TINY. Returns the exit code."""
+    mesh = mesh or one_rank()
+    config, notes = read_command([*TINY, "--data-path", prefix, *flags], world_size=mesh.world_size)
+    return train(config, mesh, notes)
+
+
+def read_metrics(folder: Path, key: str = "lm_loss") -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that hold `key`."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [values for values in map(json.loads, lines) if key in values]
+
+
+def read_curve(folder: Path) -> list[tuple[int, float, float, float, int]]:
+    """What must be the same in two equal runs, by iteration."""
+    keys = ("iteration", "lm_loss", "grad_norm", "lr", "consumed_samples")
+    return [tuple(values[key] for key in keys) for values in read_metrics(folder)]  # type: ignore[misc]
+
+
+def read_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by file and name."""
+    root = folder / f"iter_{step:07d}"
+    return {
+        f"{path.stem}/{name}": tensor
+        for path in sorted(root.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }

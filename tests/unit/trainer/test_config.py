@@ -1,0 +1,258 @@
+"""Flags, recipes, derived sizes and the sentences of faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megaflow.errors import ConfigError, MissingFileError
+from megaflow_trainer.config import TrainConfig, fields, format_help, read_command
+from megaflow_trainer.config.batch import BatchSizes, solve_batch
+from megaflow_trainer.config.command import list_flag_names, parse_flags
+from megaflow_trainer.config.flags import FLAGS, LEGACY, NOT_BUILT, Flag
+from megaflow_trainer.config.sections import StepConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPES = sorted((ROOT / "trainer" / "recipes").glob("*.yaml"))
+RUN = ("--train-iters", "10", "--data-path", "corpus")
+SAMPLES: dict[Any, tuple[str, Any]] = {
+    int: ("3", 3),
+    float: ("1e-3", 1e-3),
+    str: ("word", "word"),
+    tuple[str, ...]: ("corpus", ("corpus",)),
+}
+
+
+def read(*flags: str, world_size: int = 1) -> TrainConfig:
+    return read_command([*RUN, *flags], world_size=world_size)[0]
+
+
+def fault(*flags: str, world_size: int = 1, run: tuple[str, ...] = RUN) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_command([*run, *flags], world_size=world_size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_every_flag_sets_its_field(flag: Flag) -> None:
+    kind = fields.list_fields()[flag.field].kind
+    text, value = (None, flag.constant) if flag.is_switch else SAMPLES[kind]
+    parsed = parse_flags([flag.name] if text is None else [flag.name, text])
+    assert parsed.values == {flag.field: value}
+    assert not parsed.faults
+    if text is not None:
+        assert parse_flags([f"{flag.name}={text}"]).values == {flag.field: value}
+
+
+def test_every_field_has_help() -> None:
+    assert fields.read_help().keys() == fields.list_fields().keys()
+
+
+def test_every_field_can_be_set_by_a_flag() -> None:
+    assert {flag.field for flag in FLAGS} == set(fields.list_fields())
+
+
+def test_no_flag_is_in_two_tables() -> None:
+    names = list_flag_names()
+    assert len(names) == len(set(names))
+
+
+def test_help_names_every_flag() -> None:
+    text = format_help()
+    assert all(flag.name in text for flag in FLAGS)
+
+
+@pytest.mark.parametrize("flag", LEGACY, ids=lambda flag: flag.name)
+def test_a_legacy_flag_says_once_that_it_does_nothing(flag: Any) -> None:
+    _, notes = read_command([*RUN, flag.name, *(["1"] if flag.takes_value else [])], world_size=1)
+    assert notes == ([f"{flag.name} has no effect: {flag.why}"] if flag.why else [])
+
+
+@pytest.mark.parametrize("feature", NOT_BUILT, ids=lambda feature: feature.feature)
+def test_what_is_not_built_is_refused_in_one_sentence(feature: Any) -> None:
+    for name in feature.switches:
+        assert fault(name) == f"{name}: this version does not have {feature.feature}; {feature.remedy}"
+    for name, accepted in feature.valued:
+        assert fault(name, "7") == f"{name} 7: this version does not have {feature.feature}; {feature.remedy}"
+        for value in accepted:
+            assert read(name, value) == read()
+
+
+def test_flags_of_one_missing_feature_are_refused_together() -> None:
+    assert fault("--num-experts", "8", "--moe-router-topk", "2").startswith("--num-experts 8, --moe-router-topk 2: this")
+
+
+@pytest.mark.parametrize("axis", ["tensor-model", "pipeline-model", "context", "expert-model"])
+def test_model_parallelism_is_refused_and_size_one_accepted(axis: str) -> None:
+    assert f"this version does not have {axis.split('-')[0]} parallelism" in fault(
+        f"--{axis}-parallel-size", "2", world_size=2
+    )
+    assert read(f"--{axis}-parallel-size", "1") == read()
+
+
+def test_an_unknown_flag_names_the_nearest_known_one() -> None:
+    assert fault("--lr-warmup-iter", "3") == (
+        "--lr-warmup-iter is not a flag of this trainer; the nearest known one is --lr-warmup-iters"
+    )
+
+
+def test_all_faults_are_listed_at_once_with_flag_and_remedy() -> None:
+    lines = fault(
+        *("--num-attention-heads", "7", "--hidden-dropout", "1.5", "--lr", "fast", "--sede", "1"),
+        *("--seq-length", "64", "--max-position-embeddings", "32"),
+    ).split("\n")
+    assert lines == [
+        "5 faults in the configuration:",
+        "  - --lr takes a number, got 'fast'",
+        "  - --sede is not a flag of this trainer; the nearest known one is --seed",
+        "  - model.hidden_dropout (--hidden-dropout) must be in [0, 1), got 1.5",
+        "  - model.hidden_dim (--hidden-size) 768 is not divisible by model.num_heads (--num-attention-heads) 7; "
+        "use 6 or 8 heads",
+        "  - data.seq_len (--seq-length) 64 is longer than model.max_positions (--max-position-embeddings) 32; "
+        "raise the second or shorten the first",
+    ]
+
+
+def test_a_fault_does_not_bring_others_that_follow_from_it() -> None:
+    assert fault("--train-iters", "ten", run=("--data-path", "x")) == "--train-iters takes a whole number, got 'ten'"
+    assert "must be >= 1, got 0" in fault("--num-attention-heads", "0")
+    assert "divisible" not in fault("--num-attention-heads", "0")
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--bf16", "yes"), "--bf16 takes no value, got yes"),
+        (("--lr",), "--lr takes one value, got none"),
+        (("--lr", "1", "2"), "--lr takes one value, got 1 2"),
+        (("--num-layers", "2.5"), "--num-layers takes a whole number"),
+        (("--lr-decay-style", "exotic"), "must be one of cosine, linear, constant, got 'exotic'"),
+        (("--split", "9,x"), "data.split (--split) must be up to three weights such as 969,30,1, got '9,x'"),
+        (("--data-path", "a", "b"), "this version does not have blends"),
+        (("--min-lr", "1"), "schedule.min_lr (--min-lr) 1.0 is above optim.lr (--lr) 0.0003; lower it"),
+        (("--lr-warmup-iters", "5", "--lr-warmup-fraction", ".1"), "are one setting; give one of them"),
+        (("--lr-warmup-iters", "5", "--lr-decay-iters", "5"), "must be below schedule.decay_steps"),
+        (("--train-samples", "80"), "are two lengths of one run; give one of them"),
+        (("--gradient-accumulation-steps", "4", "--num-micro-batches", "2"), "contradict each other"),
+    ],
+)
+def test_the_sentence_of_a_fault(flags: tuple[str, ...], words: str) -> None:
+    assert words in fault(*flags)
+
+
+def test_missing_length_and_data_are_said() -> None:
+    text = fault(run=())
+    assert "the run has no length; give num_steps (--train-iters) or num_samples (--train-samples)" in text
+    assert "data.path (--data-path) is missing" in text
+
+
+def test_too_few_ranks_for_a_replica_is_said_with_the_numbers() -> None:
+    assert "3 ranks cannot be divided into replicas of tp x pp x cp = 2 x 1 x 1 = 2 ranks" in fault(
+        "--tensor-model-parallel-size", "2", world_size=3
+    )
+
+
+@pytest.mark.parametrize(
+    "given, dp, sizes",
+    [
+        ({}, 4, (1, 4, 1)),
+        ({"micro_batch_size": 2}, 4, (2, 8, 1)),
+        ({"global_batch_size": 32}, 4, (1, 32, 8)),
+        ({"num_micro_batches": 3}, 2, (1, 6, 3)),
+        ({"micro_batch_size": 4, "global_batch_size": 32}, 2, (4, 32, 4)),
+        ({"micro_batch_size": 4, "num_micro_batches": 4}, 2, (4, 32, 4)),
+        ({"global_batch_size": 32, "num_micro_batches": 4}, 2, (4, 32, 4)),
+        ({"micro_batch_size": 4, "global_batch_size": 32, "num_micro_batches": 4}, 2, (4, 32, 4)),
+    ],
+)
+def test_any_consistent_part_of_the_batch_determines_the_rest(
+    given: dict[str, int], dp: int, sizes: tuple[int, int, int]
+) -> None:
+    assert solve_batch(StepConfig(**given), dp=dp) == BatchSizes(*sizes)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"micro_batch_size": 4, "global_batch_size": 30}, "30 = 4 x 2 x accumulation; choose a multiple of 8"),
+        ({"global_batch_size": 30, "num_micro_batches": 4}, "30 = micro x 2 x 4; choose a multiple of 8"),
+        ({"micro_batch_size": 4, "global_batch_size": 32, "num_micro_batches": 2}, "32 != 4 x 2 x 2 = 16"),
+        ({"micro_batch_size": 4, "global_batch_size": 4}, "such as 8"),
+    ],
+)
+def test_a_contradiction_shows_the_equation(given: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match="global batch = micro batch x data-parallel ranks x accumulation") as caught:
+        solve_batch(StepConfig(**given), dp=2)
+    assert words in str(caught.value)
+
+
+def test_samples_become_whole_steps() -> None:
+    config, _ = read_command(
+        ["--data-path", "x", "--train-samples", "85", "--global-batch-size", "8"], world_size=1
+    )
+    assert config.num_steps == 10
+
+
+def test_derived_fields_are_filled_in() -> None:
+    config = read("--hidden-size", "96", "--seq-length", "32", "--run-name", "small")
+    assert (config.model.ffn_dim, config.model.max_positions, config.log.run_dir) == (384, 32, "runs/small")
+    assert read("--save", "here").log.run_dir == "here"
+
+
+def test_vocab_is_vocab_file_and_says_what_it_is_taken_for() -> None:
+    config, notes = read_command([*RUN, "--vocab", "vocab.txt", "--merge-file", "m.txt"], world_size=1)
+    assert config.data.vocab_file == "vocab.txt"
+    assert notes == ["vocabulary and merges without --tokenizer-type: taken as a GPT-2 byte-level BPE"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_complete_but_for_the_data(recipe: Path) -> None:
+    config, _ = read_command(["--config", str(recipe), "--data-path", "x"], world_size=1)
+    assert config.log.name == recipe.stem
+
+
+def test_a_flag_overrides_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("num_steps: 7\noptim:\n  lr: 3e-4\n  clip_grad: 0.5\n")
+    config, _ = read_command(["--lr", "1e-5", "--config", str(recipe), "--data-path", "x"], world_size=1)
+    assert (config.num_steps, config.optim.lr, config.optim.clip_grad) == (7, 1e-5, 0.5)
+
+
+def test_a_recipe_with_an_unknown_field_names_the_nearest(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model:\n  num_layer: 2\n  num_heads: many\n")
+    text = fault("--config", str(recipe))
+    assert "model.num_layer is not a field; the nearest known one is model.num_layers" in text
+    assert "takes a whole number, got 'many'" in text
+
+
+def test_a_missing_or_broken_recipe_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"--config .*: no such recipe"):
+        read_command(["--config", str(tmp_path / "none.yaml")], world_size=1)
+    (tmp_path / "bad.yaml").write_text("a: [")
+    assert "not YAML" in fault("--config", str(tmp_path / "bad.yaml"))
+    (tmp_path / "list.yaml").write_text("- 1")
+    assert "expected sections with fields, found list" in fault("--config", str(tmp_path / "list.yaml"))
+
+
+def test_the_resolved_configuration_reads_back_as_itself() -> None:
+    config = read("--bf16", "--global-batch-size", "8", "--lr-warmup-fraction", "0.1")
+    flat = {
+        f"{section}.{name}" if isinstance(value, dict) else section: inner
+        for section, value in fields.to_dict(config).items()
+        for name, inner in (value.items() if isinstance(value, dict) else [("", value)])
+    }
+    assert fields.build(flat) == (config, [])
+
+
+def test_configuration_is_read_without_torch() -> None:
+    code = "import sys, megaflow_trainer.config; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=_environment(), check=False)
+    assert done.returncode == 0
+
+
+def _environment() -> dict[str, str]:
+    return {"PYTHONPATH": ":".join(path for path in sys.path if path), "PATH": "/usr/bin:/bin"}

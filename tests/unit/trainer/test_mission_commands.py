@@ -1,0 +1,73 @@
+"""The command lines that users bring from Megatron, sizes reduced: what each does in this version."""
+
+from __future__ import annotations
+
+import pytest
+from megaflow.errors import ConfigError
+from megaflow_trainer.config import read_command
+
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 64"
+FIRST = (
+    f"{MODEL} --micro-batch-size 4 --global-batch-size 32 --train-iters 20 --lr 3e-4 --lr-warmup-iters 2 --min-lr 1e-5 "
+    "--lr-decay-style cosine --tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt "
+    "--data-path corpus_text_document --save D --load D --save-interval 5 --log-interval 10 --bf16"
+)
+SECOND = (
+    f"{MODEL} --micro-batch-size 4 --global-batch-size 32 --train-iters 50 --lr-decay-iters 32 --save D --load D "
+    "--data-path my_data --vocab vocab.txt --merge-file merges.txt --data-impl mmap --split 949,50,1 "
+    "--distributed-backend nccl --lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --weight-decay 1e-2 "
+    "--clip-grad 1.0 --lr-warmup-fraction .01 --log-interval 100 --save-interval 10000 --eval-interval 1000 "
+    "--eval-iters 10"
+)
+THIRD = (
+    f"{MODEL} --context-parallel-size 1 --sequence-parallel --micro-batch-size 1 --global-batch-size 16 --lr 3e-4 "
+    "--train-iters 100 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 --clip-grad 1.0 --bf16 "
+    "--use-mcore-models --data-path data --vocab-file vocab.json --merge-file merges.txt"
+)
+
+
+def test_the_lines_run_on_data_parallel_ranks() -> None:
+    first, _ = read_command(FIRST.split(), world_size=4)
+    assert (first.step.num_micro_batches, first.model.max_positions, first.schedule.warmup_steps) == (2, 64, 2)
+    second, notes = read_command(SECOND.split(), world_size=8)
+    assert (second.step.num_micro_batches, second.optim.lr, second.schedule.warmup_fraction) == (1, 0.00015, 0.01)
+    assert any("--data-impl has no effect" in note for note in notes)
+    third, notes = read_command(THIRD.split(), world_size=8)
+    assert third.step.num_micro_batches == 2
+    assert any("--sequence-parallel has no effect" in note for note in notes)
+    assert any("--use-mcore-models has no effect" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "flags, feature",
+    [
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1", "tensor parallelism"),
+        ("--enable-activation-checkpointing", "activation recompute"),
+        ("--checkpoint-activations", "activation recompute"),
+        ("--recompute-granularity full --recompute-method block", "activation recompute"),
+        ("--fp16 --loss-scale 4096", "fp16 with loss scaling"),
+        ("--transformer-impl transformer_engine", "Transformer Engine layers"),
+        ("--fp8-hybrid", "fp8"),
+        ("--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01", "mixture of experts"),
+        ("--expert-model-parallel-size 4", "expert parallelism"),
+        ("--use-distributed-optimizer", "a distributed optimizer"),
+    ],
+)
+def test_what_this_version_does_not_have_is_one_sentence(flags: str, feature: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_command([*SECOND.split(), *flags.split()], world_size=8)
+    assert f"this version does not have {feature}; " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_accumulation_in_both_spellings_and_a_cyclic_sampler() -> None:
+    flags = "--dataloader-type cyclic --num-workers 4 --gradient-accumulation-steps 4 --num-micro-batches 4"
+    config, notes = read_command(["--train-iters", "3", "--data-path", "x", *flags.split()], world_size=2)
+    assert (config.step.global_batch_size, config.data.num_threads) == (8, 4)
+    assert any("--dataloader-type cyclic has no effect" in note for note in notes)
+
+
+@pytest.mark.parametrize("rank", ["--local-rank=0", "--local_rank=0", "--local_rank 0"])
+def test_both_spellings_of_the_launchers_rank_are_accepted_in_silence(rank: str) -> None:
+    _, notes = read_command([*rank.split(), "--train-iters", "3", "--data-path", "x"], world_size=1)
+    assert notes == []

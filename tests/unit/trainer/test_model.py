@@ -1,0 +1,156 @@
+"""The model's maths, its initial weights, and the registry of ops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megaflow.errors import ConfigError
+from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model.gpt import GPT, build_gpt
+from megaflow_trainer.model.init import init_weights
+from megaflow_trainer.model.sockets import Sockets
+from megaflow_trainer.ops.attention import ATTENTION, attend_math, attend_sdpa
+from megaflow_trainer.ops.registry import Need, choose
+
+CPU = torch.device("cpu")
+
+
+def make_model(*, seed: int = 1, dtype: torch.dtype = torch.float32, multiple: int = 48, **shape: object) -> GPT:
+    config = make_config(multiple, **shape)
+    model = build_gpt(config, Sockets(), device=CPU, dtype=dtype)
+    init_weights(model, config, seed=seed)
+    return model
+
+
+def make_config(multiple: int = 48, **shape: object) -> ModelConfig:
+    base = {"num_layers": 2, "hidden_dim": 32, "num_heads": 4, "max_positions": 16, "vocab_size": 61}
+    base |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "vocab_multiple": multiple}
+    return ModelConfig(**(base | shape))  # type: ignore[arg-type]
+
+
+def make_tokens(seed: int = 0) -> torch.Tensor:
+    return torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(seed))
+
+
+def test_padding_of_the_vocabulary_never_enters_loss_or_gradient() -> None:
+    tokens = make_tokens()
+    plain, padded = make_model(multiple=1), make_model(multiple=48)
+    with torch.no_grad():
+        padded.load_state_dict({**plain.state_dict(), "embedding.weight": padded.embedding.weight})
+        padded.embedding.weight[:61] = plain.embedding.weight
+        padded.embedding.weight[61:] = 1e3  # would win every softmax
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (plain, padded)]
+    assert torch.equal(losses[0], losses[1])
+    losses[1].sum().backward()
+    assert padded.embedding.weight.grad is not None
+    assert padded.embedding.weight.grad[61:].count_nonzero() == 0
+
+
+def test_a_prediction_does_not_see_the_future() -> None:
+    model, tokens = make_model(), make_tokens()[:, :16]
+    changed = tokens.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 61
+    before, after = model.compute_logits(tokens), model.compute_logits(changed)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.equal(before[:, 10:], after[:, 10:])
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess() -> None:
+    tokens = make_tokens()
+    assert make_model()(tokens[:, :-1], tokens[:, 1:]).mean().item() == pytest.approx(math.log(61), abs=0.05)
+
+
+def test_the_block_is_the_textbook_one() -> None:
+    model, tokens = make_model(num_layers=1), make_tokens()[:, :-1]
+    weights = dict(model.named_parameters())
+
+    def apply(name: str, x: torch.Tensor) -> torch.Tensor:
+        return x @ weights[f"blocks.0.{name}.weight"].T + weights[f"blocks.0.{name}.bias"]
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (32,))
+
+    x = weights["embedding.weight"][tokens] + weights["positions.weight"]
+    heads = [part.view(2, 16, 4, 8).transpose(1, 2) for part in apply("attention.qkv", norm(x)).split(32, dim=-1)]
+    x = x + apply("attention.proj", attend_math(*heads, dropout=0.0).transpose(1, 2).reshape(2, 16, 32))
+    x = x + apply("mlp.down", F.gelu(apply("mlp.up", norm(x)), approximate="tanh"))
+    torch.testing.assert_close(model.compute_logits(tokens), norm(x) @ weights["embedding.weight"].T)
+
+
+def test_an_untied_head_is_another_matrix() -> None:
+    assert make_model().head is None
+    assert make_model(tied_embeddings=False).head is not None
+
+
+def test_initial_weights_have_the_stated_spread() -> None:
+    model = make_model(hidden_dim=128, num_layers=8)
+    weights = dict(model.named_parameters())
+    assert weights["blocks.3.mlp.up.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert weights["blocks.3.mlp.down.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert weights["blocks.3.attention.proj.weight"].std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert weights["blocks.3.attention.qkv.bias"].count_nonzero() == 0
+    assert torch.equal(weights["norm.weight"], torch.ones(128))
+
+
+def test_initial_weights_depend_on_seed_and_name_alone() -> None:
+    torch.manual_seed(1)
+    first = make_model(num_layers=2).state_dict()
+    torch.manual_seed(2)
+    deeper = make_model(num_layers=4, init_std=0.02).state_dict()
+    assert torch.equal(first["blocks.1.mlp.up.weight"], deeper["blocks.1.mlp.up.weight"])
+    assert not torch.equal(first["blocks.0.mlp.up.weight"], first["blocks.1.mlp.up.weight"])
+    assert not torch.equal(first["embedding.weight"], make_model(seed=2).state_dict()["embedding.weight"])
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model, tokens = make_model(hidden_dropout=0.5, attention_dropout=0.5), make_tokens()[:, :-1]
+    assert not torch.equal(model.compute_logits(tokens), model.compute_logits(tokens))
+    model.eval()
+    assert torch.equal(model.compute_logits(tokens), model.compute_logits(tokens))
+
+
+def test_a_linear_layer_and_an_attention_core_can_be_plugged_in() -> None:
+    calls = []
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append("linear")
+            return 2 * super().forward(x)
+
+    def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, dropout: float) -> torch.Tensor:
+        calls.append("core")
+        return v
+
+    config = make_config(num_layers=1)
+    model = build_gpt(config, Sockets(linear=Doubled, attention=core), device=CPU, dtype=torch.float32)
+    init_weights(model, config, seed=1)
+    model.compute_logits(make_tokens()[:, :-1])
+    assert calls == ["linear", "core", "linear", "linear", "linear"]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_sdpa_equals_attention_written_out(dtype: torch.dtype, tolerance: float) -> None:
+    q, k, v = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = attend_math(q, k, v, dropout=0.0)
+    torch.testing.assert_close(attend_sdpa(q, k, v, dropout=0.0), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_auto_takes_the_first_entry_that_can_run() -> None:
+    need = Need(device=CPU, dtype=torch.float32, head_dim=8)
+    assert choose("attention", ATTENTION, "auto", need).name == "sdpa"
+    assert choose("attention", ATTENTION, "math", need).name == "math"
+
+
+def test_flash_attention_without_a_gpu_is_refused_with_the_reason() -> None:
+    need = Need(device=CPU, dtype=torch.bfloat16, head_dim=8)
+    with pytest.raises(ConfigError, match="'flash' cannot run here: flash attention needs a CUDA GPU.*; use sdpa or"):
+        choose("attention", ATTENTION, "flash", need)
+
+
+def test_an_unknown_kernel_names_the_known_ones() -> None:
+    need = Need(device=CPU, dtype=torch.float32, head_dim=8)
+    with pytest.raises(ConfigError, match="'quick' is not known; the known ones are auto, sdpa, flash, math"):
+        choose("attention", ATTENTION, "quick", need)
