@@ -50,6 +50,11 @@ impl BatchTokens {
         &self.tokens
     }
 
+    /// The tokens, to be changed in place.
+    pub fn as_mut_slice(&mut self) -> &mut [i64] {
+        &mut self.tokens
+    }
+
     /// The buffer itself, without a copy; the pool will make another.
     pub fn into_vec(mut self) -> Vec<i64> {
         std::mem::take(&mut self.tokens)

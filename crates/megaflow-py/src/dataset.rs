@@ -1,0 +1,187 @@
+//! Samples of a pair, in Megatron's order.
+
+use std::sync::Arc;
+
+use megaflow_core::{SampleError, SampleSource};
+use megaflow_sample::{
+    BuildError, GptConfig, GptDataset, GptIndex, IndexConfig, SampleIndex, ShuffleIndex, SplitMatrix, SplitName,
+};
+use numpy::{IntoPyArray, PyArray1};
+use pyo3::prelude::*;
+
+use crate::errors::{IntoPyErr, error};
+use crate::gil::WithoutGil;
+use crate::indexed::PyIndexedDataset;
+use crate::views::ArrayView;
+
+impl IntoPyErr for BuildError {
+    fn into_py_err(self) -> PyErr {
+        match self {
+            Self::Index(source) => source.into_py_err(),
+            Self::BadLength { .. } => error("DataFormatError", self.to_string()),
+            _ => error("ConfigError", self.to_string()),
+        }
+    }
+}
+
+impl IntoPyErr for SampleError {
+    fn into_py_err(self) -> PyErr {
+        let class = match self {
+            Self::OutOfRange { .. } => "SampleIndexError",
+            _ => "DataFormatError",
+        };
+        error(class, self.to_string())
+    }
+}
+
+/// Any source of samples, as the loader takes it.
+#[pyclass(frozen, name = "SampleSource", module = "megaflow._core")]
+pub(crate) struct PySampleSource {
+    pub(crate) inner: Arc<dyn SampleSource>,
+}
+
+#[pymethods]
+impl PySampleSource {
+    #[getter]
+    fn num_samples(&self) -> u64 {
+        self.inner.num_samples()
+    }
+
+    #[getter]
+    fn sample_len(&self) -> usize {
+        self.inner.sample_len()
+    }
+
+    /// Tokens of one sample, in an array of its own.
+    fn read<'py>(&self, py: Python<'py>, index: u64) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let mut tokens = vec![0; self.inner.sample_len()];
+        py.without_gil(|| self.inner.read_sample(index, &mut tokens))?;
+        Ok(tokens.into_pyarray(py))
+    }
+}
+
+/// The samples of one split of one pair.
+#[pyclass(frozen, name = "GptDataset", module = "megaflow._core")]
+pub(crate) struct PyGptDataset {
+    inner: Arc<GptDataset>,
+}
+
+#[pymethods]
+impl PyGptDataset {
+    #[new]
+    #[pyo3(signature = (indexed, *, seq_len, num_samples, seed, split, split_name, add_extra_token, keep_partial, pad_id))]
+    #[expect(clippy::too_many_arguments, reason = "keywords, each named by the caller")]
+    fn new(
+        py: Python<'_>,
+        indexed: &PyIndexedDataset,
+        seq_len: usize,
+        num_samples: Option<u64>,
+        seed: u32,
+        split: Option<&str>,
+        split_name: &str,
+        add_extra_token: bool,
+        keep_partial: bool,
+        pad_id: i64,
+    ) -> PyResult<Self> {
+        let split_name = SplitName::parse(split_name).ok_or_else(|| {
+            error("ConfigError", format!("split_name = {split_name:?}: expected \"train\", \"valid\" or \"test\""))
+        })?;
+        let matrix = match split {
+            Some(split) => SplitMatrix::parse(split).map_err(IntoPyErr::into_py_err)?,
+            None => SplitMatrix::whole(split_name),
+        };
+        let index = IndexConfig { seq_len, num_samples, seed, add_extra_token, keep_partial };
+        let config = GptConfig { index, matrix, split: split_name, pad_id };
+        let indexed = Arc::clone(&indexed.inner);
+        let inner = py.without_gil(|| GptDataset::build(indexed, &config))?;
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// The same samples as the loader takes them.
+    fn source(&self) -> PySampleSource {
+        PySampleSource { inner: Arc::clone(&self.inner) as Arc<dyn SampleSource> }
+    }
+
+    /// First sequence of the split, and the sequence behind its last.
+    #[getter]
+    fn sequences(&self) -> (usize, usize) {
+        (self.inner.sequences().start, self.inner.sequences().end)
+    }
+
+    #[getter]
+    fn num_epochs(&self) -> u64 {
+        self.inner.index().num_epochs
+    }
+
+    #[getter]
+    fn separate_last_epoch(&self) -> bool {
+        self.inner.index().separate_last_epoch
+    }
+
+    #[getter]
+    fn tokens_per_epoch(&self) -> u64 {
+        self.inner.index().tokens_per_epoch
+    }
+
+    fn document_index(&self) -> ArrayView {
+        let shape = [self.inner.index().document_index.len()];
+        ArrayView::new(Arc::clone(&self.inner), "<i4", &shape, |dataset: &GptDataset| &dataset.index().document_index)
+    }
+
+    fn sample_index(&self) -> ArrayView {
+        let shape = [self.inner.index().sample_index.num_rows(), 2];
+        let owner = Arc::clone(&self.inner);
+        match &self.inner.index().sample_index {
+            SampleIndex::I32(_) => ArrayView::new(owner, "<i4", &shape, |dataset| match dataset.index() {
+                GptIndex { sample_index: SampleIndex::I32(rows), .. } => rows,
+                _ => &[],
+            }),
+            SampleIndex::I64(_) => ArrayView::new(owner, "<i8", &shape, |dataset| match dataset.index() {
+                GptIndex { sample_index: SampleIndex::I64(rows), .. } => rows,
+                _ => &[],
+            }),
+        }
+    }
+
+    fn shuffle_index(&self) -> ArrayView {
+        let shape = [self.inner.index().shuffle_index.len()];
+        let owner = Arc::clone(&self.inner);
+        match &self.inner.index().shuffle_index {
+            ShuffleIndex::U32(_) => ArrayView::new(owner, "<u4", &shape, |dataset| match dataset.index() {
+                GptIndex { shuffle_index: ShuffleIndex::U32(order), .. } => order,
+                _ => &[],
+            }),
+            ShuffleIndex::I64(_) => ArrayView::new(owner, "<i8", &shape, |dataset| match dataset.index() {
+                GptIndex { shuffle_index: ShuffleIndex::I64(order), .. } => order,
+                _ => &[],
+            }),
+        }
+    }
+
+    /// Where the tokens of a sample come from: (sequence, first token in it, tokens).
+    fn pieces(&self, index: u64) -> PyResult<Vec<(usize, usize, usize)>> {
+        let pieces = self.inner.pieces(index).map_err(IntoPyErr::into_py_err)?;
+        Ok(pieces.iter().map(|piece| (piece.sequence, piece.offset, piece.length)).collect())
+    }
+}
+
+/// Share of each split: from and to, or None where it is switched off.
+#[pyfunction]
+fn split_matrix(split: &str) -> PyResult<Vec<Option<(f64, f64)>>> {
+    SplitMatrix::parse(split).map(|matrix| matrix.rows().to_vec()).map_err(IntoPyErr::into_py_err)
+}
+
+/// Sequences of each split: from and to, or None where it is switched off.
+#[pyfunction]
+fn split_sequences(split: &str, num_sequences: usize) -> PyResult<Vec<Option<(usize, usize)>>> {
+    let matrix = SplitMatrix::parse(split).map_err(IntoPyErr::into_py_err)?;
+    let ends = |name| matrix.sequences(name, num_sequences).map(|range| (range.start, range.end));
+    Ok(SplitName::ALL.map(ends).to_vec())
+}
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PySampleSource>()?;
+    module.add_class::<PyGptDataset>()?;
+    module.add_function(wrap_pyfunction!(split_matrix, module)?)?;
+    module.add_function(wrap_pyfunction!(split_sequences, module)?)
+}

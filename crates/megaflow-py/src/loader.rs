@@ -1,0 +1,148 @@
+//! Batches gathered ahead of need.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use megaflow_prefetch::{Batch, BatchTokens, Next, PlanConfig, PrefetchError, PrefetchOptions, Prefetcher, Totals};
+use numpy::{IntoPyArray, PyArray1};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::dataset::PySampleSource;
+use crate::errors::{IntoPyErr, error};
+use crate::views::array_interface;
+
+/// How long one wait may keep Ctrl-C from being seen.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+impl IntoPyErr for PrefetchError {
+    fn into_py_err(self) -> PyErr {
+        let class = match &self {
+            Self::BadSetting { .. } => "ConfigError",
+            Self::Sample { source: megaflow_core::SampleError::OutOfRange { .. }, .. } => "SampleIndexError",
+            Self::Sample { .. } => "DataFormatError",
+            Self::Forked { .. } => "ForkError",
+            _ => "MegaflowError",
+        };
+        error(class, self.to_string())
+    }
+}
+
+/// A batch in memory that numpy shows without a copy, `[samples, tokens]` int64, writable. Once the last array on it is gone, the
+/// memory goes back to the loader.
+#[pyclass(frozen, module = "megaflow._core")]
+pub(crate) struct BatchBuffer {
+    _tokens: BatchTokens,
+    address: usize,
+    shape: [usize; 2],
+    sample_ids: Vec<i64>,
+    wait_s: f64,
+}
+
+impl BatchBuffer {
+    fn new(mut batch: Batch) -> Self {
+        let rows = batch.sample_ids.len();
+        let tokens = batch.tokens.as_mut_slice();
+        let shape = [rows, tokens.len() / rows.max(1)];
+        let address = tokens.as_mut_ptr().expose_provenance();
+        let wait_s = batch.wait.as_secs_f64();
+        Self { _tokens: batch.tokens, address, shape, sample_ids: batch.sample_ids, wait_s }
+    }
+}
+
+#[pymethods]
+impl BatchBuffer {
+    /// numpy's array interface, version 3.
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        array_interface(py, "<i8", &self.shape, self.address, false)
+    }
+
+    #[getter]
+    fn sample_ids<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<i64>> {
+        self.sample_ids.clone().into_pyarray(py)
+    }
+
+    #[getter]
+    fn wait_s(&self) -> f64 {
+        self.wait_s
+    }
+}
+
+/// The batches of one rank, in order.
+#[pyclass(name = "Prefetcher", module = "megaflow._core")]
+pub(crate) struct PyPrefetcher {
+    inner: Prefetcher,
+}
+
+#[pymethods]
+impl PyPrefetcher {
+    #[new]
+    #[pyo3(signature = (source, *, micro_batch_size, dp_rank, dp_size, num_threads, prefetch, consumed_samples))]
+    fn new(
+        source: &PySampleSource,
+        micro_batch_size: usize,
+        dp_rank: usize,
+        dp_size: usize,
+        num_threads: usize,
+        prefetch: usize,
+        consumed_samples: u64,
+    ) -> PyResult<Self> {
+        let plan = PlanConfig { micro_batch_size, dp_rank, dp_size, consumed_samples };
+        let options = PrefetchOptions { plan, num_threads, depth: prefetch };
+        let inner = Prefetcher::new(Arc::clone(&source.inner), options).map_err(IntoPyErr::into_py_err)?;
+        Ok(Self { inner })
+    }
+
+    /// The next batch, or None behind the last.
+    fn next(&mut self, py: Python<'_>) -> PyResult<Option<BatchBuffer>> {
+        // A batch that is ready costs no switch of threads.
+        let mut patience = Duration::ZERO;
+        loop {
+            let inner = &mut self.inner;
+            let next = if patience.is_zero() {
+                inner.next_within(patience)
+            } else {
+                py.detach(|| inner.next_within(patience))
+            };
+            match next.map_err(IntoPyErr::into_py_err)? {
+                Next::Batch(batch) => return Ok(Some(BatchBuffer::new(batch))),
+                Next::End => return Ok(None),
+                // Not by `without_gil`: Ctrl-C is looked for only where no batch was received, so that none is lost to it.
+                Next::Pending => py.check_signals()?,
+            }
+            patience = PATIENCE;
+        }
+    }
+
+    #[getter]
+    fn num_batches(&self) -> u64 {
+        self.inner.plan().num_batches()
+    }
+
+    /// Samples that all ranks together have consumed once each has received as many batches as this one.
+    #[getter]
+    fn consumed_samples(&self) -> u64 {
+        self.inner.plan().consumed_samples(self.inner.totals().batches)
+    }
+
+    /// Sums over the batches received.
+    fn totals<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let Totals { batches, samples, ready_when_asked, queue_depth, wait, gather, request_to_ready } =
+            self.inner.totals();
+        let totals = PyDict::new(py);
+        totals.set_item("batches", batches)?;
+        totals.set_item("samples", samples)?;
+        totals.set_item("ready_when_asked", ready_when_asked)?;
+        totals.set_item("queue_depth", queue_depth)?;
+        totals.set_item("host_wait_s", wait.as_secs_f64())?;
+        totals.set_item("gather_s", gather.as_secs_f64())?;
+        totals.set_item("request_to_ready_s", request_to_ready.as_secs_f64())?;
+        Ok(totals)
+    }
+}
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<BatchBuffer>()?;
+    module.add_class::<PyPrefetcher>()
+}

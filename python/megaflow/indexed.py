@@ -1,0 +1,145 @@
+"""A tokenized corpus on disk: Megatron's `.bin/.idx` pair."""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow import _core
+from megaflow.errors import SampleIndexError
+
+
+def resolve_prefix(path: str | PathLike[str]) -> str:
+    """The prefix of the pair that `path` names.
+
+    Args:
+        path: a prefix `P`, a prefix whose pair is `P_text_document`, or the name of either file of a pair.
+
+    Raises:
+        MissingFileError: if there is no such pair; names what lies in that folder.
+    """
+    return str(_core.resolve_prefix(path))
+
+
+class IndexedDataset:
+    """A `.bin/.idx` pair, memory-mapped: opening takes the same time at any size, and nothing is loaded.
+
+    Every array is a read-only view of the mapped files. It stays valid for as long as it is held, also after the dataset itself
+    is gone, and in forked children.
+
+    Args:
+        prefix: as `resolve_prefix` takes it.
+        with_modes: the `.idx` ends with one mode a sequence, as multimodal sets do; nothing in the file says so.
+
+    Raises:
+        MissingFileError: if there is no such pair.
+        FileAccessError: if a file cannot be read.
+        DataFormatError: if the files are damaged or do not belong together. Checked are magic, version, token type, the exact
+            sizes of both files and the ends of each array; `megaflow verify` checks everything.
+    """
+
+    def __init__(self, prefix: str | PathLike[str], *, with_modes: bool = False) -> None:
+        self._core = _core.IndexedDataset(prefix, with_modes=with_modes)
+        self._tokens: NDArray[Any] = np.asarray(self._core.tokens())
+        self._with_modes = with_modes
+
+    @property
+    def prefix(self) -> str:
+        """The pair's path without `.bin` or `.idx`."""
+        return str(self._core.prefix)
+
+    @property
+    def path(self) -> Path:
+        """The file of tokens, `.bin`."""
+        return Path(f"{self.prefix}.bin")
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the stored tokens."""
+        return self._tokens.dtype
+
+    @property
+    def num_sequences(self) -> int:
+        """Stored runs of tokens. A document may have several, or none."""
+        return self._core.num_sequences
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, empty ones included."""
+        return self._core.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return self._core.num_tokens
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """Tokens in each sequence, int32 `[num_sequences]`. A view, not aligned."""
+        return np.asarray(self._core.sequence_lengths())
+
+    @property
+    def document_boundaries(self) -> NDArray[np.int64]:
+        """First sequence of each document, then the number of sequences, int64 `[num_documents + 1]`. A view, not aligned."""
+        return np.asarray(self._core.document_boundaries())
+
+    @property
+    def sequence_modes(self) -> NDArray[np.int8]:
+        """Mode of each sequence, int8; empty unless opened with `with_modes`. A view."""
+        return np.asarray(self._core.sequence_modes())
+
+    @property
+    def content_key(self) -> str:
+        """A key of the content, equal for copies of the pair.
+
+        SHA-256 over the sizes and 16 evenly spaced blocks of 4 KiB of each file: a change of equal size between them goes unseen.
+        """
+        return self._core.content_key()
+
+    def __len__(self) -> int:
+        return self.num_sequences
+
+    def __getitem__(self, index: SupportsIndex) -> NDArray[Any]:
+        """Tokens of one sequence, counted from the end if negative. A read-only view.
+
+        Raises:
+            SampleIndexError: if there is no such sequence.
+            DataFormatError: if the index is damaged at this place.
+        """
+        begin, end = self._core.sequence_tokens(to_position(index, self.num_sequences, "sequence"))
+        return self._tokens[begin:end]
+
+    def document(self, index: SupportsIndex) -> NDArray[Any]:
+        """Tokens of one document: its sequences one after the other. A read-only view.
+
+        Raises:
+            SampleIndexError: if there is no such document.
+            DataFormatError: if the index is damaged at this place.
+        """
+        begin, end = self._core.document_tokens(to_position(index, self.num_documents, "document"))
+        return self._tokens[begin:end]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(IndexedDataset, with_modes=self._with_modes), (self.prefix,)
+
+    def __repr__(self) -> str:
+        counts = f"{self.num_documents} documents, {self.num_sequences} sequences, {self.num_tokens} tokens"
+        return f"IndexedDataset({self.prefix!r}: {counts}, {self.dtype})"
+
+
+def to_position(index: SupportsIndex, size: int, word: str) -> int:
+    """`index` as a position from 0, where negative ones count from the end.
+
+    Raises:
+        SampleIndexError: if it lies outside `size`.
+    """
+    position = operator.index(index)
+    if not -size <= position < size:
+        raise SampleIndexError(f"{word} {position} does not exist: the dataset has {size} {word}s")
+    return position + size if position < 0 else position
