@@ -1,0 +1,26 @@
+//! `megaflow._core`: the only crate that knows Python.
+//!
+//! Every function extracts its arguments, releases the GIL, calls a crate, and maps the error to a class of
+//! `megaflow.errors`.
+
+use pyo3::prelude::*;
+
+mod dataset;
+mod errors;
+mod gil;
+mod indexed;
+mod loader;
+mod preprocess;
+mod tokenizer;
+mod views;
+
+#[pymodule]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    tokenizer::register(module)?;
+    preprocess::register(module)?;
+    views::register(module)?;
+    indexed::register(module)?;
+    dataset::register(module)?;
+    loader::register(module)
+}

@@ -1,0 +1,102 @@
+//! `megaflow._core.Tokenizer`.
+
+use std::path::PathBuf;
+
+use megaflow_tokenize::{EncodeOptions, SpecialTokensInText, Tokenizer, TokenizerFiles};
+use numpy::{IntoPyArray, PyArray1};
+use pyo3::prelude::*;
+
+use crate::errors::{IntoPyErr, error};
+use crate::gil::WithoutGil;
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<PyTokenizer>()
+}
+
+/// Turns text into token ids.
+#[pyclass(name = "Tokenizer", module = "megaflow._core", frozen)]
+pub(crate) struct PyTokenizer {
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) files: Vec<PathBuf>,
+}
+
+/// Policy by the name that users type.
+pub(crate) fn special_policy(name: &str) -> PyResult<SpecialTokensInText> {
+    match name {
+        "text" => Ok(SpecialTokensInText::Text),
+        "encode" => Ok(SpecialTokensInText::Encode),
+        "error" => Ok(SpecialTokensInText::Error),
+        other => {
+            Err(error("ConfigError", format!("special_tokens_in_text must be text, encode or error, got {other:?}")))
+        }
+    }
+}
+
+#[pymethods]
+impl PyTokenizer {
+    /// From a tokenizer.json, a folder, or a vocabulary and its merges.
+    #[staticmethod]
+    #[pyo3(signature = (path, merges=None))]
+    fn load(py: Python<'_>, path: PathBuf, merges: Option<PathBuf>) -> PyResult<Self> {
+        let loaded = py.without_gil(|| match &merges {
+            None => TokenizerFiles::from_path(&path),
+            Some(merges) => TokenizerFiles::from_vocab_and_merges(&path, merges),
+        })?;
+        Ok(Self { tokenizer: loaded.tokenizer, files: loaded.files })
+    }
+
+    #[pyo3(signature = (text, *, special_tokens_in_text="text", add_special_tokens=false))]
+    fn encode<'py>(
+        &self,
+        py: Python<'py>,
+        text: &str,
+        special_tokens_in_text: &str,
+        add_special_tokens: bool,
+    ) -> PyResult<Bound<'py, PyArray1<u32>>> {
+        let special_tokens_in_text = special_policy(special_tokens_in_text)?;
+        let options = EncodeOptions { special_tokens_in_text, add_special_tokens };
+        let ids = py.without_gil(|| {
+            let mut ids = Vec::new();
+            self.tokenizer.encoder(options)?.encode(text, &mut ids).map(|()| ids)
+        })?;
+        Ok(ids.into_pyarray(py))
+    }
+
+    fn decode(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<String> {
+        py.without_gil(|| self.tokenizer.decode(&ids))
+    }
+
+    #[pyo3(signature = (token=None))]
+    fn eod(&self, token: Option<&str>) -> PyResult<Option<(String, u32)>> {
+        self.tokenizer.eod(token).map_err(IntoPyErr::into_py_err)
+    }
+
+    fn token_id(&self, token: &str) -> Option<u32> {
+        self.tokenizer.token_id(token)
+    }
+
+    #[getter]
+    fn vocab_size(&self) -> u64 {
+        self.tokenizer.vocab_size()
+    }
+
+    #[getter]
+    fn fingerprint(&self) -> &str {
+        self.tokenizer.fingerprint()
+    }
+
+    #[getter]
+    fn engine(&self) -> &'static str {
+        self.tokenizer.engine_kind().name()
+    }
+
+    #[getter]
+    fn model_kind(&self) -> &str {
+        self.tokenizer.model_kind()
+    }
+
+    #[getter]
+    fn files(&self) -> Vec<PathBuf> {
+        self.files.clone()
+    }
+}

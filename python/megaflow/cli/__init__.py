@@ -1,0 +1,1 @@
+"""The commands `megaflow` and `megaflow-preprocess`."""

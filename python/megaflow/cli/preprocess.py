@@ -1,0 +1,93 @@
+"""`megaflow-preprocess corpus.jsonl`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaflow.cli import exit_codes
+from megaflow.cli.arguments import build_parser, notes_on, options_of
+from megaflow.cli.progress import show_progress
+from megaflow.errors import ConfigError
+from megaflow.preprocessing import PreprocessReport, preprocess
+from megaflow.tokenizer import GPT2, Tokenizer
+
+
+def main(
+    arguments: Sequence[str] | None = None, *, prog: str = "megaflow-preprocess", megatron_defaults: bool = False
+) -> int:
+    """The command.
+
+    Returns:
+        The exit code; `--help` lists them.
+    """
+
+    def command() -> None:
+        parsed = build_parser(prog, megatron_defaults=megatron_defaults).parse(arguments)
+        inputs, options = options_of(parsed)
+        tokenizer = choose_tokenizer(parsed)
+        for note in notes_on(parsed):
+            print(f"{prog}: {note}", file=sys.stderr)
+        with show_progress(parsed.log_interval) as progress:
+            report = preprocess(inputs, options, tokenizer=tokenizer, progress=progress)
+        print(summary(report, tokenizer, append_eod=options.append_eod, policy=options.special_tokens_in_text))
+
+    return exit_codes.run(prog, command)
+
+
+def choose_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
+    """The tokenizer that the arguments name.
+
+    Raises:
+        ConfigError: if they name two, or one that is not available.
+    """
+    named = {
+        "tokenizer_type": arguments.tokenizer_type,
+        "tokenizer_model": arguments.tokenizer_model,
+        "vocab_file": arguments.vocab_file,
+        "merge_file": arguments.merge_file,
+    }
+    if arguments.tokenizer is not None:
+        second = next((name for name, value in named.items() if value is not None), None)
+        if second is not None:
+            raise ConfigError(f"--tokenizer and --{second.replace('_', '-')} name two tokenizers; give one of them")
+        return Tokenizer.from_file(arguments.tokenizer)
+    if arguments.tokenizer_type is None and arguments.vocab_file is not None:
+        print(f"vocabulary and merges without --tokenizer-type: {GPT2}", file=sys.stderr)
+    return Tokenizer.from_files(**named)
+
+
+def summary(report: PreprocessReport, tokenizer: Tokenizer, *, append_eod: bool, policy: str) -> str:
+    """What a job did, for people."""
+    end = "end of document appended" if append_eod else "end of document not appended"
+    lines = []
+    for pair in report.pairs:
+        size = sum(Path(f"{pair.prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx"))
+        empty = f" ({pair.empty_documents:,} empty)" if pair.empty_documents else ""
+        lines += [
+            f"{pair.prefix}.bin .idx .json",
+            f"  documents  {pair.documents:,}{empty}",
+            f"  tokens     {pair.tokens:,} as {pair.dtype}, {end}",
+            f"  size       {_megabytes(size)} from {_megabytes(report.input_bytes)}",
+        ]
+    eod = f", end of document {tokenizer.eod_id}" if tokenizer.eod_id is not None else ""
+    lines.append(f"tokenizer    {tokenizer.type}, {tokenizer.vocab_size:,} ids{eod}, by {tokenizer.engine}")
+    wall_s = max(report.wall_s, 1e-9)
+    rates = f"{report.input_bytes / 1e6 / wall_s:.1f} MB/s, {report.tokens / wall_s:,.0f} tokens/s"
+    threads = f"{report.workers} thread{'s' if report.workers > 1 else ''}"
+    lines.append(f"time         {report.wall_s:.2f} s, {report.cpu_s:.2f} CPU s on {threads}: {rates}")
+    if report.special_hits:
+        became = {"text": "kept as text", "encode": "encoded as the token"}.get(policy, policy)
+        lines.append(f"special      {report.special_hits:,} places spell a special token, {became}")
+    reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(report.rejected.items()))
+    where = f" ({reasons}), see {report.rejects_path}" if report.rejected else ""
+    lines.append(f"rejected     {report.num_rejected:,} of {report.records:,} records{where}")
+    return "\n".join(lines)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

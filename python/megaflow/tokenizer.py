@@ -1,0 +1,154 @@
+"""Text to token ids and back."""
+
+import os
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megaflow import _core
+from megaflow.errors import ConfigError
+
+GPT2 = "GPT2BPETokenizer"
+HUGGING_FACE = "HuggingFaceTokenizer"
+
+StrPath = str | os.PathLike[str]
+
+
+class Tokenizer:
+    """A tokenizer: shared by threads, safe to use after fork, pickled by its files."""
+
+    def __init__(self, core: "_core.Tokenizer", tokenizer_type: str) -> None:
+        self._core = core
+        self.type = tokenizer_type
+        """Megatron's name of the kind: `GPT2BPETokenizer` or `HuggingFaceTokenizer`."""
+
+    @classmethod
+    def gpt2(cls) -> "Tokenizer":
+        """GPT-2's tokenizer, whose files come with this package: 50,257 ids, end of document 50256."""
+        folder = Path(str(files("megaflow"))) / "data" / "gpt2"
+        return cls(_core.Tokenizer.load(folder / "vocab.json", folder / "merges.txt"), GPT2)
+
+    @classmethod
+    def from_file(cls, path: StrPath) -> "Tokenizer":
+        """From a `tokenizer.json`, or a folder that holds one or holds `vocab.json` and `merges.txt`.
+
+        Raises:
+            MissingFileError: if there is nothing at `path`.
+            TokenizerError: if it is no tokenizer; the message names the file and what was found in it.
+        """
+        core = _core.Tokenizer.load(Path(path))
+        return cls(core, GPT2 if len(core.files) == 2 else HUGGING_FACE)
+
+    @classmethod
+    def from_files(
+        cls,
+        *,
+        tokenizer_type: str | None = None,
+        tokenizer_model: StrPath | None = None,
+        vocab_file: StrPath | None = None,
+        merge_file: StrPath | None = None,
+    ) -> "Tokenizer":
+        """From Megatron's arguments; without any of them, GPT-2's tokenizer.
+
+        Args:
+            tokenizer_type: `GPT2BPETokenizer`, `HuggingFaceTokenizer`, or None to tell by what is given.
+            tokenizer_model: a `tokenizer.json` or its folder.
+            vocab_file: GPT-2's JSON vocabulary, whatever its name.
+            merge_file: GPT-2's merges.
+
+        Raises:
+            ConfigError: if the arguments contradict one another.
+            MissingFileError, TokenizerError: as `from_file`.
+        """
+        given = [
+            name for name, value in (("--vocab-file", vocab_file), ("--merge-file", merge_file)) if value is not None
+        ]
+        if tokenizer_model is not None and given:
+            raise ConfigError(f"--tokenizer-model and {given[0]} name two tokenizers; give one of them")
+        if tokenizer_type not in (None, GPT2, HUGGING_FACE):
+            raise ConfigError(
+                f"--tokenizer-type {tokenizer_type} is not available; available are {GPT2} (--vocab-file, --merge-file) "
+                f"and {HUGGING_FACE} (--tokenizer-model: a tokenizer.json or its folder)"
+            )
+        if tokenizer_type == HUGGING_FACE and tokenizer_model is None:
+            raise ConfigError(
+                f"--tokenizer-type {HUGGING_FACE} needs --tokenizer-model: a tokenizer.json or its folder"
+            )
+        if tokenizer_model is not None:
+            tokenizer = cls.from_file(tokenizer_model)
+            tokenizer.type = tokenizer_type or tokenizer.type
+            return tokenizer
+        if len(given) == 1 and merge_file is not None:
+            raise ConfigError("--merge-file needs the vocabulary that the merges belong to: --vocab-file")
+        if vocab_file is None:
+            return cls.gpt2()
+        if merge_file is None:
+            return cls.from_file(vocab_file)
+        return cls(_core.Tokenizer.load(Path(vocab_file), Path(merge_file)), GPT2)
+
+    def encode(
+        self, text: str, *, special_tokens_in_text: str = "text", add_special_tokens: bool = False
+    ) -> npt.NDArray[np.uint32]:
+        """Token ids of a text.
+
+        Args:
+            text: any text.
+            special_tokens_in_text: what text that spells a special token becomes: `text` (ordinary text), `encode` (the
+                token) or `error`.
+            add_special_tokens: whether the tokenizer's post-processor may add its tokens, often a BOS.
+
+        Returns:
+            uint32 `[tokens]`.
+
+        Raises:
+            TokenizerError: under `error`, if the text spells a special token.
+        """
+        return self._core.encode(
+            text, special_tokens_in_text=special_tokens_in_text, add_special_tokens=add_special_tokens
+        )
+
+    def decode(self, ids: npt.ArrayLike) -> str:
+        """Text of token ids, special tokens included.
+
+        Raises:
+            TokenizerError: for an id outside the vocabulary.
+        """
+        return self._core.decode(np.asarray(ids, dtype=np.int64).tolist())
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its text, None if there is none."""
+        return self._core.token_id(token)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return self._core.vocab_size
+
+    @property
+    def eod_id(self) -> int | None:
+        """Id that ends a document: the one that the tokenizer declares, else the first of the known names."""
+        eod = self._core.eod()
+        return None if eod is None else eod[1]
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over vocabulary, merges and rules: equal for two files that describe the same tokenizer."""
+        return self._core.fingerprint
+
+    @property
+    def engine(self) -> str:
+        """Which code turns text into ids."""
+        return self._core.engine
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.type}, {self.vocab_size} ids, {self.engine})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load, (self.type, [str(path) for path in self._core.files])
+
+
+def _load(tokenizer_type: str, paths: list[str]) -> Tokenizer:
+    return Tokenizer(_core.Tokenizer.load(*(Path(path) for path in paths)), tokenizer_type)
