@@ -29,7 +29,7 @@ check: python ## formatters, linters, types, layers, clippy, stub
 	@tools/check
 
 bench: python ## benchmarks, Rust and Python
-	@$(PYTHON) benches/run.py
+	@$(PYTHON) tools/run_benches.py
 
 clean: ## removes what make built: the environment, the demo, build folders, caches
 	@$(PYTHON) tools/clean.py

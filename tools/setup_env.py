@@ -32,7 +32,7 @@ OLDEST_RUST = (1, 85)
 OLDEST_TORCH = (2, 11)
 TORCH_RANGE = "torch==2.11.*"
 """What is installed where no torch is found: one known version, so that two machines agree."""
-GROUPS = ("build", "test", "check", "bench")
+GROUPS = ("build", "test", "check")
 """Dependency groups of pyproject.toml that the environment holds."""
 STATE_FOLDER = ".megaflow"
 """Folder inside the environment for stamps."""
@@ -279,6 +279,8 @@ def install_packages(environment: Environment) -> None:
         requirements.append(TORCH_RANGE)
     else:
         say(f"torch {torch} is there and is used")
+        # A vendor's build may call itself a pre-release, which pip would replace.
+        requirements = [name for name in requirements if not re.match(r"torch\b", name)]
     environment.run(*pip, *groups, *requirements)
     write_stamp(environment, "packages", wanted)
 
