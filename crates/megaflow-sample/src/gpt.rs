@@ -3,12 +3,15 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use megaflow_core::{SampleError, SampleSource};
+use megaflow_core::{SampleError, SampleSource, TokenDtype};
 use megaflow_indexed::{IndexError, IndexedDataset, widen_tokens};
 
 use crate::error::BuildError;
 use crate::index::{GptIndex, IndexConfig};
 use crate::split::{SplitMatrix, SplitName};
+
+/// Pieces of a sample that are looked up before the first is copied, so that their cache misses overlap.
+const PIECES_AHEAD: usize = 16;
 
 /// How a pair is cut into samples.
 #[derive(Debug, Clone, PartialEq)]
@@ -138,15 +141,34 @@ impl SampleSource for GptDataset {
 
     fn read_sample(&self, index: u64, out: &mut [i64]) -> Result<(), SampleError> {
         let dtype = self.indexed.dtype();
-        let mut filled = 0;
+        let mut rest = out;
+        let mut ahead: [&[u8]; PIECES_AHEAD] = [&[]; PIECES_AHEAD];
+        let mut count = 0;
         self.for_each_piece(index, |piece| {
+            if count == PIECES_AHEAD {
+                rest = copy_pieces(dtype, &ahead, std::mem::take(&mut rest));
+                count = 0;
+            }
             let bytes = self.indexed.token_bytes(piece.sequence, piece.offset..piece.offset + piece.length)?;
-            let end = (filled + piece.length).min(out.len());
-            widen_tokens(dtype, bytes, &mut out[filled..end]);
-            filled = end;
+            // Starts the fetch of the tokens while the next pieces are still being looked up.
+            std::hint::black_box(bytes.first());
+            ahead[count] = bytes;
+            count += 1;
             Ok(())
         })?;
-        out[filled..].fill(self.pad_id);
+        rest = copy_pieces(dtype, &ahead[..count], rest);
+        rest.fill(self.pad_id);
         Ok(())
     }
+}
+
+/// Fills `out` with the tokens of `pieces` and returns what is left of it.
+fn copy_pieces<'a>(dtype: TokenDtype, pieces: &[&[u8]], mut out: &'a mut [i64]) -> &'a mut [i64] {
+    for bytes in pieces {
+        let tokens = (bytes.len() / dtype.size_bytes()).min(out.len());
+        let (filled, rest) = out.split_at_mut(tokens);
+        widen_tokens(dtype, bytes, filled);
+        out = rest;
+    }
+    out
 }
