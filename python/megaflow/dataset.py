@@ -30,19 +30,19 @@ class GPTDataset:
     Args:
         data: an `IndexedDataset`, or the prefix of a pair.
         seq_len: `T`, tokens that the model sees of one sample.
-        num_samples: samples that must be reached, by repeating the documents; None is one epoch. The dataset may have more.
+        num_samples: samples that must be reached, by repeating the documents; None is one epoch. There may be more.
         seed: of the shuffles, 0 to 2^32 - 1.
         split: shares of train, valid and test, such as "969,30,1". None takes everything.
         split_name: "train", "valid" or "test".
         add_extra_token: samples overlap by one token, whose shift makes the labels.
-        keep_partial: the tokens left over at the end make one more sample, padded. Megatron does so for the valid split only.
+        keep_partial: the tokens left over at the end make one more sample, padded. Megatron does so for valid only.
         pad_id: id that fills up a short sample. It must be no token: labels of this id are not counted in the loss.
         eod_id: id that ends a document; needed for the four options below that look for it.
         reset_position_ids: positions start again behind each `eod_id`.
         reset_attention_mask: no attention across an `eod_id`.
         eod_mask_loss: no loss where the input is `eod_id`.
-        create_attention_mask: samples carry `attention_mask`. It takes `T * T` bytes a sample: rather give the attention a causal
-            flag.
+        create_attention_mask: samples carry `attention_mask`. It takes `T * T` bytes a sample: rather give the
+            attention a causal flag.
 
     Raises:
         ConfigError: if a setting is wrong, or samples are asked of a split without tokens.
@@ -71,7 +71,9 @@ class GPTDataset:
         num_samples = None if num_samples is None else _integer("num_samples", num_samples, 0, 2**63 - 1)
         seed = _integer("seed", seed, 0, 2**32 - 1)
         if eod_id is None and (reset_position_ids or reset_attention_mask or eod_mask_loss):
-            raise ConfigError("reset_position_ids, reset_attention_mask and eod_mask_loss need eod_id, the id that ends a document")
+            raise ConfigError(
+                "reset_position_ids, reset_attention_mask and eod_mask_loss need eod_id, the id that ends a document"
+            )
         self.indexed = data if isinstance(data, IndexedDataset) else IndexedDataset(data)
         self.seq_len = seq_len
         self.num_samples = num_samples
@@ -124,7 +126,8 @@ class GPTDataset:
             options: the class's other arguments, the same for the three.
 
         Returns:
-            Three datasets. None where the split is switched off (share 0), or rounds to no sequence and no sample is asked of it.
+            Three datasets. None where the split is switched off (share 0), or rounds to no sequence and no sample is
+            asked of it.
 
         Raises:
             ConfigError: as the class, also if samples are asked of a split that rounds to no sequence.
@@ -139,7 +142,12 @@ class GPTDataset:
                 datasets.append(None)
                 continue
             partial = keep_partial and name == "valid"
-            settings: dict[str, Any] = {"seq_len": seq_len, "num_samples": wanted, "seed": seed, "keep_partial": partial}
+            settings: dict[str, Any] = {
+                "seq_len": seq_len,
+                "num_samples": wanted,
+                "seed": seed,
+                "keep_partial": partial,
+            }
             datasets.append(cls(indexed, split=split, split_name=name, **settings, **options))
         train, valid, test = datasets
         return train, valid, test
@@ -196,7 +204,9 @@ class GPTDataset:
         return self.source.num_samples
 
     def tokens(self, index: SupportsIndex) -> NDArray[np.int64]:
-        """Tokens of one sample with the extra one, `[T + 1]` int64 (`[T]` without it), padded with `pad_id`. An array of its own.
+        """Tokens of one sample with the extra one, int64 `[T + 1]` (`[T]` without it), padded with `pad_id`.
+
+        An array of its own.
 
         Raises:
             SampleIndexError: if there is no such sample.
@@ -212,8 +222,8 @@ class GPTDataset:
         """One sample as Megatron gives it, in arrays of its own.
 
         Args:
-            index: position, counted from the end if negative; None gives the first sample with no loss at all, a stand-in
-                for what a rank has no data for.
+            index: position, counted from the end if negative; None gives the first sample with no loss at all, a
+                stand-in where a rank has no data.
 
         Returns:
             `tokens`, `labels`, `position_ids` int64 `[T]`; `loss_mask` float32 `[T]`; and, where it was asked for,
@@ -261,13 +271,24 @@ class GPTDataset:
         return _rebuild, (type(self), self.indexed, self._settings())
 
     def _settings(self) -> dict[str, Any]:
-        names = ("seq_len", "num_samples", "seed", "split", "split_name", "add_extra_token", "keep_partial", "pad_id", "eod_id")
+        names = (
+            "seq_len",
+            "num_samples",
+            "seed",
+            "split",
+            "split_name",
+            "add_extra_token",
+            "keep_partial",
+            "pad_id",
+            "eod_id",
+        )
         flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
         return {name: getattr(self, name) for name in names + flags}
 
     def __repr__(self) -> str:
         split = "" if self.split is None else f", {self.split_name} of {self.split}"
-        return f"GPTDataset({self.indexed.prefix!r}{split}: {len(self)} samples of {self.seq_len} tokens, seed {self.seed})"
+        samples = f"{len(self)} samples of {self.seq_len} tokens, seed {self.seed}"
+        return f"GPTDataset({self.indexed.prefix!r}{split}: {samples})"
 
 
 def _rebuild(kind: type[GPTDataset], indexed: IndexedDataset, settings: dict[str, Any]) -> GPTDataset:

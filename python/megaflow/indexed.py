@@ -30,8 +30,8 @@ def resolve_prefix(path: str | PathLike[str]) -> str:
 class IndexedDataset:
     """A `.bin/.idx` pair, memory-mapped: opening takes the same time at any size, and nothing is loaded.
 
-    Every array is a read-only view of the mapped files. It stays valid for as long as it is held, also after the dataset itself
-    is gone, and in forked children.
+    Every array is a read-only view of the mapped files. It stays valid for as long as it is held, also after the
+    dataset itself is gone, and in forked children.
 
     Args:
         prefix: as `resolve_prefix` takes it.
@@ -40,8 +40,8 @@ class IndexedDataset:
     Raises:
         MissingFileError: if there is no such pair.
         FileAccessError: if a file cannot be read.
-        DataFormatError: if the files are damaged or do not belong together. Checked are magic, version, token type, the exact
-            sizes of both files and the ends of each array; `megaflow verify` checks everything.
+        DataFormatError: if the files are damaged or do not belong together. Checked are magic, version, token type, the
+            exact sizes of both files and the ends of each array.
     """
 
     def __init__(self, prefix: str | PathLike[str], *, with_modes: bool = False) -> None:
@@ -86,7 +86,10 @@ class IndexedDataset:
 
     @property
     def document_boundaries(self) -> NDArray[np.int64]:
-        """First sequence of each document, then the number of sequences, int64 `[num_documents + 1]`. A view, not aligned."""
+        """First sequence of each document, then the number of sequences, int64 `[num_documents + 1]`.
+
+        A view, not aligned.
+        """
         return np.asarray(self._core.document_boundaries())
 
     @property
@@ -98,7 +101,8 @@ class IndexedDataset:
     def content_key(self) -> str:
         """A key of the content, equal for copies of the pair.
 
-        SHA-256 over the sizes and 16 evenly spaced blocks of 4 KiB of each file: a change of equal size between them goes unseen.
+        SHA-256 over the sizes and 16 evenly spaced blocks of 4 KiB of each file: a change of equal size between them
+        goes unseen.
         """
         return self._core.content_key()
 

@@ -15,8 +15,8 @@ from megaflow import _core
 from megaflow.errors import CheckpointError, ConfigError
 
 STATE_VERSION = 1
-# Entries of a dataset's description that may change between save and load: a longer run walks the same order as long as its
-# epochs are the same, and the description says what they are.
+# Entries of a dataset's description that may change between save and load: a longer run walks the same order as long as
+# its epochs are the same, and the description says what they are.
 FREE_ENTRIES = frozenset({"num_samples"})
 
 
@@ -60,11 +60,11 @@ class Batch:
 class Loader:
     """An iterator of the batches of one data-parallel rank. Threads gather them ahead; no process is started.
 
-    Micro-batch `k` of rank `r` holds samples `consumed + k*b*dp_size + r*b` and the `b - 1` behind it. The end that does not fill
-    a micro-batch of every rank is dropped. Batches do not depend on `num_threads` or `prefetch`.
+    Micro-batch `k` of rank `r` holds sample `consumed + k*b*dp_size + r*b` and the `b - 1` behind it. The end that does
+    not fill a micro-batch of every rank is dropped. Batches do not depend on `num_threads` or `prefetch`.
 
-    A loader belongs to the process that made it, and to one thread at a time. Close it, or use it as a context manager, to end its
-    threads at once; else they end when it is collected.
+    A loader belongs to the process that made it, and to one thread at a time. Close it, or use it as a context manager,
+    to end its threads at once; else they end when it is collected.
 
     Args:
         dataset: the samples.
@@ -178,22 +178,24 @@ class Loader:
         saved, current = state["dataset"], self.dataset.description
         names = sorted((saved.keys() | current.keys()) - FREE_ENTRIES)
         changes = [
-            f"{name} was {saved.get(name)!r} and is {current.get(name)!r}" for name in names if saved.get(name) != current.get(name)
+            f"{name} was {saved.get(name)!r} and is {current.get(name)!r}"
+            for name in names
+            if saved.get(name) != current.get(name)
         ]
         if changes:
             raise CheckpointError(
-                f"the state was saved for another order of samples: {'; '.join(changes)}; going on would repeat some samples and "
-                "leave out others"
+                f"the state was saved for another order of samples: {'; '.join(changes)}; "
+                "going on would repeat some samples and leave out others"
             )
 
     def stats(self) -> dict[str, Any]:
         """What was received and waited for, since the loader was made or its state loaded.
 
         Returns:
-            `batches`, `samples`; `ready_when_asked`: batches that lay ready when they were asked for; `mean_queue_depth`: batches
-            found ready at a request; `host_wait_s`: seconds for which the caller was blocked; `gather_s`: seconds of gathering,
-            added over threads; `request_to_ready_s`: seconds from the moment a batch could be gathered until it was ready, added
-            over batches.
+            `batches`, `samples`: received. `ready_when_asked`: batches that lay ready when they were asked for.
+            `mean_queue_depth`: batches found ready at a request. `host_wait_s`: seconds for which the caller was
+            blocked. `gather_s`: seconds of gathering, added over threads. `request_to_ready_s`: seconds from the moment
+            a batch could be gathered until it was ready, added over batches.
         """
         totals: dict[str, Any] = dict(self._open().totals())
         totals["mean_queue_depth"] = totals.pop("queue_depth") / max(totals["batches"], 1)
@@ -211,6 +213,6 @@ class Loader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ConfigError(
-            "a Loader has threads and cannot be pickled or copied; pass its dataset and state_dict() and make the loader there "
-            "(it needs no worker processes: do not put it into a torch DataLoader)"
+            "a Loader has threads and cannot be pickled or copied; pass its dataset and state_dict() and make the "
+            "loader there (it needs no worker processes: do not put it into a torch DataLoader)"
         )
