@@ -1,8 +1,8 @@
 """Every error that megaflow raises on purpose.
 
 Each class is a child of `MegaflowError` and of the builtin that a caller would catch anyway. The message is one or more
-sentences that name the file, the place, what was expected, what was found, and the remedy. The Rust core raises the same
-classes.
+sentences that name the file, the place, what was expected, what was found, and the remedy. The Rust core raises
+the same classes.
 """
 
 

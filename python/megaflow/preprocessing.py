@@ -31,7 +31,7 @@ class PreprocessOptions:
     eod_token: str | None = None
     """Text of the end-of-document token; by default the declared one, else the first known name."""
     empty_documents: Literal["boundary", "eod"] = "boundary"
-    """What an empty document becomes: a boundary without a sequence, or a sequence of just the end-of-document token."""
+    """What an empty document becomes: a boundary without a sequence, or just the end-of-document token."""
     on_bad_record: Literal["error", "skip"] = "error"
     """Whether a record without text stops the job, or goes to PREFIX.rejects.jsonl and is counted."""
     max_bad_records: int | None = None

@@ -70,7 +70,7 @@ class Tokenizer:
             raise ConfigError(f"--tokenizer-model and {given[0]} name two tokenizers; give one of them")
         if tokenizer_type not in (None, GPT2, HUGGING_FACE):
             raise ConfigError(
-                f"--tokenizer-type {tokenizer_type} is not available; available are {GPT2} (--vocab-file, --merge-file) "
+                f"--tokenizer-type {tokenizer_type} is not available; there are {GPT2} (--vocab-file, --merge-file) "
                 f"and {HUGGING_FACE} (--tokenizer-model: a tokenizer.json or its folder)"
             )
         if tokenizer_type == HUGGING_FACE and tokenizer_model is None:

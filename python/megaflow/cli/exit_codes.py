@@ -24,7 +24,7 @@ def run(name: str, command: Callable[[], None]) -> int:
     Returns:
         The exit code.
     """
-    signal.signal(signal.SIGTERM, _raise_terminated)
+    before = signal.signal(signal.SIGTERM, _raise_terminated)
     try:
         command()
         sys.stdout.flush()
@@ -39,6 +39,8 @@ def run(name: str, command: Callable[[], None]) -> int:
         return TERMINATED
     except BrokenPipeError:  # whoever read our output has gone; nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

@@ -52,9 +52,10 @@ def choose_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
         if second is not None:
             raise ConfigError(f"--tokenizer and --{second.replace('_', '-')} name two tokenizers; give one of them")
         return Tokenizer.from_file(arguments.tokenizer)
+    tokenizer = Tokenizer.from_files(**named)
     if arguments.tokenizer_type is None and arguments.vocab_file is not None:
         print(f"vocabulary and merges without --tokenizer-type: {GPT2}", file=sys.stderr)
-    return Tokenizer.from_files(**named)
+    return tokenizer
 
 
 def summary(report: PreprocessReport, tokenizer: Tokenizer, *, append_eod: bool, policy: str) -> str:
