@@ -25,8 +25,8 @@ pub struct OpenOptions {
 
 /// A `.bin/.idx` pair, mapped into memory and checked.
 ///
-/// Opening takes the same time at any size, and only the pages that are read take memory. All methods check their positions;
-/// none panics, whatever the files hold.
+/// Opening takes the same time at any size, and only the pages that are read take memory. All methods check their
+/// positions; none panics, whatever the files hold.
 #[derive(Debug)]
 pub struct IndexedDataset {
     prefix: PathBuf,
@@ -273,9 +273,9 @@ impl IndexedDataset {
         i32::from_le_bytes(array_at(self.length_bytes(), 4 * index))
     }
 
-    /// A key of the content that survives copying and renaming: SHA-256 over both sizes and 16 evenly spaced blocks of 4 KiB of
-    /// each file, the first and last included. It takes the same time at any size, so a change between the blocks that leaves
-    /// the sizes as they are goes unseen.
+    /// A key of the content that survives copying and renaming: SHA-256 over both sizes and 16 evenly spaced blocks of
+    /// 4 KiB of each file, the first and last included. It takes the same time at any size, so a change between the
+    /// blocks that leaves the sizes as they are goes unseen.
     pub fn content_key(&self) -> String {
         let mut hasher = Sha256::new();
         for bytes in [self.index.bytes(), self.data.bytes()] {

@@ -31,7 +31,8 @@ pub enum IndexError {
     },
     /// The file is shorter than a header.
     #[error(
-        "{}: truncated at byte {found}: the header of an index takes {needed} bytes; write the pair anew, or copy it again",
+        "{}: truncated at byte {found}: the header of an index takes {needed} bytes; write the pair anew, or copy it \
+         again",
         .path.display()
     )]
     Truncated {
@@ -67,8 +68,8 @@ pub enum IndexError {
     },
     /// The dtype code names no integer type.
     #[error(
-        "{}: expected a token dtype code at byte 17 (1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16), found {found}{}; \
-         the file is damaged or holds no tokens",
+        "{}: expected a token dtype code at byte 17 (1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16), found \
+         {found}{}; the file is damaged or holds no tokens",
         .path.display(),
         match .found { 6 => " (float64)", 7 => " (float32)", _ => "" }
     )]
@@ -80,8 +81,9 @@ pub enum IndexError {
     },
     /// The size of the `.idx` contradicts the counts in its header.
     #[error(
-        "{}: the header counts {num_sequences} sequences and {num_boundaries} document boundaries (bytes 18 and 26), which take \
-         {expected} bytes, but the file has {found}; it is truncated, or carries bytes that do not belong to it: write or copy it again",
+        "{}: the header counts {num_sequences} sequences and {num_boundaries} document boundaries (bytes 18 and 26), \
+         which take {expected} bytes, but the file has {found}; it is truncated, or carries bytes that do not belong \
+         to it: write or copy it again",
         .path.display()
     )]
     IndexSize {
@@ -98,8 +100,8 @@ pub enum IndexError {
     },
     /// The `.idx` has room for one mode a sequence, as multimodal files do.
     #[error(
-        "{}: the file has {num_sequences} bytes more than its header counts, one for each sequence, as the modes of a multimodal \
-         dataset take; open it with modes if that is what it is, else write or copy it again",
+        "{}: the file has {num_sequences} bytes more than its header counts, one for each sequence, as the modes of \
+         a multimodal dataset take; open it with modes if that is what it is, else write or copy it again",
         .path.display()
     )]
     UnexpectedModes {
@@ -110,8 +112,8 @@ pub enum IndexError {
     },
     /// The size of the `.bin` contradicts the `.idx`.
     #[error(
-        "{}: expected {expected} bytes (end of the last sequence in the index, dtype {dtype}), found {found}; the file is truncated or \
-         belongs to another `.idx`: write or copy both again",
+        "{}: expected {expected} bytes (end of the last sequence in the index, dtype {dtype}), found {found}; the \
+         file is truncated or belongs to another `.idx`: write or copy both again",
         .path.display()
     )]
     DataSize {
@@ -125,7 +127,10 @@ pub enum IndexError {
         found: u64,
     },
     /// An entry of the index contradicts the rest.
-    #[error("{}: {entry} (byte {place}): expected {expected}, found {found}; the file is damaged: write or copy it again", .path.display())]
+    #[error(
+        "{}: {entry} (byte {place}): expected {expected}, found {found}; the file is damaged: write or copy it again",
+        .path.display()
+    )]
     BadEntry {
         /// The `.idx`.
         path: PathBuf,
@@ -139,7 +144,10 @@ pub enum IndexError {
         found: i64,
     },
     /// The sequence does not exist.
-    #[error("{}: sequence {index} does not exist: the dataset has {num_sequences} sequences, counted from 0", .prefix.display())]
+    #[error(
+        "{}: sequence {index} does not exist: the dataset has {num_sequences} sequences, counted from 0",
+        .prefix.display()
+    )]
     NoSuchSequence {
         /// Prefix of the pair.
         prefix: PathBuf,
@@ -149,7 +157,10 @@ pub enum IndexError {
         num_sequences: u64,
     },
     /// The document does not exist.
-    #[error("{}: document {index} does not exist: the dataset has {num_documents} documents, counted from 0", .prefix.display())]
+    #[error(
+        "{}: document {index} does not exist: the dataset has {num_documents} documents, counted from 0",
+        .prefix.display()
+    )]
     NoSuchDocument {
         /// Prefix of the pair.
         prefix: PathBuf,

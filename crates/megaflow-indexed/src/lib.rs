@@ -1,7 +1,8 @@
 //! Megatron's `.bin/.idx` pairs.
 //!
-//! [`IndexedDataset`] opens a pair with checks that take the same time at any size, maps both files, and reads tokens without
-//! copying them. Sizes and positions found in a file are compared with the length of that file before they are used.
+//! [`IndexedDataset`] opens a pair with checks that take the same time at any size, maps both files, and reads tokens
+//! without copying them. Sizes and positions found in a file are compared with the length of that file before they are
+//! used.
 #![deny(unsafe_code)]
 
 mod dataset;

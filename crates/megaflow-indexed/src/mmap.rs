@@ -23,9 +23,10 @@ impl FileMap {
         if metadata.len() == 0 {
             return Ok(Self(None));
         }
-        // SAFETY: the map is read-only and private to this struct. A finished pair is never changed in place: writers make a
-        // temporary file and rename it. A program that changes a pair under its readers breaks the format's contract; every
-        // value read from the map is checked before it is used as a position, so changed bytes give wrong tokens, no more.
+        // SAFETY: the map is read-only and private to this struct. A finished pair is never changed in place: writers
+        // make a temporary file and rename it. A program that changes a pair under its readers breaks the format's
+        // contract; every value read from the map is checked before it is used as a position, so changed bytes give
+        // wrong tokens, no more.
         let map = unsafe { Mmap::map(&file) }.map_err(|source| IndexError::io(path, "map it", source))?;
         Ok(Self(Some(map)))
     }

@@ -20,8 +20,8 @@ pub(crate) fn data_path(prefix: &Path) -> PathBuf {
     with_suffix(prefix, ".bin")
 }
 
-/// The prefix of the pair that `path` names: itself, or with `_text_document` appended. The name of either file of a pair is
-/// taken too.
+/// The prefix of the pair that `path` names: itself, or with `_text_document` appended. The name of either file of a
+/// pair is taken too.
 ///
 /// # Errors
 /// [`IndexError::Missing`] if neither exists, or if only one file of the pair does. It names what lies beside it.

@@ -225,7 +225,8 @@ proptest! {
         }
     }
 
-    /// The ends of every array are as they must be, all between is arbitrary: open accepts it, and each read decides for itself.
+    /// The ends of every array are as they must be, all between is arbitrary: open accepts it, and each read decides
+    /// for itself.
     #[test]
     fn arbitrary_middles_never_panic(
         code in prop::sample::select(vec![1u8, 2, 3, 4, 5, 8]),

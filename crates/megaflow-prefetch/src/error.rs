@@ -26,7 +26,8 @@ pub enum PrefetchError {
     },
     /// The source panicked.
     #[error(
-        "batch {batch} of this rank: the dataset panicked while it was read: {message}; this is a bug, please report it"
+        "batch {batch} of this rank: the dataset panicked while it was read: {message}; this is a bug, please report \
+         it"
     )]
     Panicked {
         /// Number of the batch, counted from where the loader started.
@@ -46,8 +47,8 @@ pub enum PrefetchError {
     },
     /// The batches were asked for in a forked child.
     #[error(
-        "the loader was made in process {parent}, but this is process {child}, forked from it: its threads do not exist here; make \
-         the loader in the process that uses it"
+        "the loader was made in process {parent}, but this is process {child}, forked from it: its threads do not \
+         exist here; make the loader in the process that uses it"
     )]
     Forked {
         /// Process that made the loader.

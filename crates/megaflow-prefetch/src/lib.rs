@@ -1,7 +1,8 @@
 //! Batches of one data-parallel rank, gathered ahead of need.
 //!
-//! [`Prefetcher`] reads any [`SampleSource`](megaflow_core::SampleSource) with threads that each gather whole micro-batches, and
-//! hands the batches out in order. Which samples a batch holds depends on the plan alone, never on the number of threads.
+//! [`Prefetcher`] reads any [`SampleSource`](megaflow_core::SampleSource) with threads that each gather whole
+//! micro-batches, and hands the batches out in order. Which samples a batch holds depends on the plan alone, never on
+//! the number of threads.
 #![forbid(unsafe_code)]
 
 mod error;

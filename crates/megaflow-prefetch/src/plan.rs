@@ -17,7 +17,8 @@ pub struct PlanConfig {
     pub consumed_samples: u64,
 }
 
-/// Megatron's sampler `single`: all ranks walk the samples in order, each taking its slice of `micro_batch_size * dp_size` samples.
+/// Megatron's sampler `single`: all ranks walk the samples in order, each taking its slice of `micro_batch_size *
+/// dp_size` samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BatchPlan {
     config: PlanConfig,

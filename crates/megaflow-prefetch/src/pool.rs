@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 
 /// Buffers of one size, kept for the next batch.
 ///
-/// All calls only try the lock: the pool may be copied into a forked child while another thread holds it, and a buffer less in the
-/// pool costs nothing but one allocation.
+/// All calls only try the lock: the pool may be copied into a forked child while another thread holds it, and a buffer
+/// less in the pool costs nothing but one allocation.
 #[derive(Debug)]
 pub struct BufferPool {
     buffers: Mutex<Vec<Vec<i64>>>,
@@ -33,7 +33,8 @@ impl BufferPool {
     }
 }
 
-/// The tokens of a batch, row by row. Dropping it gives the buffer back to the pool; [`into_vec`](Self::into_vec) keeps it.
+/// The tokens of a batch, row by row. Dropping it gives the buffer back to the pool; [`into_vec`](Self::into_vec) keeps
+/// it.
 #[derive(Debug)]
 pub struct BatchTokens {
     tokens: Vec<i64>,

@@ -138,7 +138,8 @@ impl Prefetcher {
     /// The next batch, or `None` behind the last. Blocks until it is ready.
     ///
     /// # Errors
-    /// [`PrefetchError`] if the batch could not be gathered. The position stays on that batch: asking again gives the same error.
+    /// [`PrefetchError`] if the batch could not be gathered. The position stays on that batch: asking again gives the
+    /// same error.
     pub fn next_batch(&mut self) -> Result<Option<Batch>, PrefetchError> {
         loop {
             match self.next_within(Duration::MAX)? {
@@ -149,8 +150,8 @@ impl Prefetcher {
         }
     }
 
-    /// As [`next_batch`](Self::next_batch), but returns [`Next::Pending`] if the batch is not ready within `patience`. Without
-    /// threads a patience of zero never gathers.
+    /// As [`next_batch`](Self::next_batch), but returns [`Next::Pending`] if the batch is not ready within `patience`.
+    /// Without threads a patience of zero never gathers.
     ///
     /// # Errors
     /// As [`next_batch`](Self::next_batch).
@@ -202,12 +203,14 @@ impl Prefetcher {
 impl Drop for Prefetcher {
     fn drop(&mut self) {
         if std::process::id() != self.process {
-            // A forked child has none of the threads, and one of them may have held the lock at the fork: touch neither.
+            // A forked child has none of the threads, and one of them may have held the lock at the fork: touch
+            // neither.
             self.workers.drain(..).for_each(std::mem::forget);
             return;
         }
         self.shared.is_stopped.store(true, Ordering::Relaxed);
-        // A worker looks at the flag with the lock held before it waits, so with the lock held here none misses the call.
+        // A worker looks at the flag with the lock held before it waits, so with the lock held here none misses the
+        // call.
         drop(self.shared.lock());
         self.shared.room.notify_all();
         for worker in self.workers.drain(..) {

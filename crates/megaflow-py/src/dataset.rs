@@ -69,7 +69,9 @@ pub(crate) struct PyGptDataset {
 #[pymethods]
 impl PyGptDataset {
     #[new]
-    #[pyo3(signature = (indexed, *, seq_len, num_samples, seed, split, split_name, add_extra_token, keep_partial, pad_id))]
+    #[pyo3(signature = (
+        indexed, *, seq_len, num_samples, seed, split, split_name, add_extra_token, keep_partial, pad_id
+    ))]
     #[expect(clippy::too_many_arguments, reason = "keywords, each named by the caller")]
     fn new(
         py: Python<'_>,

@@ -28,8 +28,8 @@ impl IntoPyErr for PrefetchError {
     }
 }
 
-/// A batch in memory that numpy shows without a copy, `[samples, tokens]` int64, writable. Once the last array on it is gone, the
-/// memory goes back to the loader.
+/// A batch in memory that numpy shows without a copy, `[samples, tokens]` int64, writable. Once the last array on it is
+/// gone, the memory goes back to the loader.
 #[pyclass(frozen, module = "megaflow._core")]
 pub(crate) struct BatchBuffer {
     _tokens: BatchTokens,
@@ -108,7 +108,8 @@ impl PyPrefetcher {
             match next.map_err(IntoPyErr::into_py_err)? {
                 Next::Batch(batch) => return Ok(Some(BatchBuffer::new(batch))),
                 Next::End => return Ok(None),
-                // Not by `without_gil`: Ctrl-C is looked for only where no batch was received, so that none is lost to it.
+                // Not by `without_gil`: Ctrl-C is looked for only where no batch was received, so that none is lost to
+                // it.
                 Next::Pending => py.check_signals()?,
             }
             patience = PATIENCE;

@@ -1,7 +1,7 @@
 //! Arrays that numpy reads without a copy, and that keep alive what they show.
 //!
-//! numpy learns of the memory through `__array_interface__`. It holds the object for as long as any array made of it lives, and the
-//! object holds the owner of the memory. Data may be unaligned, and no unsafe code is needed here.
+//! numpy learns of the memory through `__array_interface__`. It holds the object for as long as any array made of it
+//! lives, and the object holds the owner of the memory. Data may be unaligned, and no unsafe code is needed here.
 
 use std::any::Any;
 use std::sync::Arc;

@@ -30,8 +30,8 @@ pub enum BuildError {
     },
     /// Samples were asked of a split without sequences.
     #[error(
-        "{dataset}: the {split} split rounds to none of the {num_sequences} sequences, so it cannot give the {num_samples} samples asked \
-         of it; give the split a larger share, or ask for 0 samples"
+        "{dataset}: the {split} split rounds to none of the {num_sequences} sequences, so it cannot give the \
+         {num_samples} samples asked of it; give the split a larger share, or ask for 0 samples"
     )]
     EmptySplit {
         /// Which dataset.
@@ -53,7 +53,8 @@ pub enum BuildError {
     },
     /// A sequence has a negative length.
     #[error(
-        "sequence {sequence}: expected a length of 0 or more, found {found}; the .idx is damaged: write or copy it again"
+        "sequence {sequence}: expected a length of 0 or more, found {found}; the .idx is damaged: write or copy it \
+         again"
     )]
     BadLength {
         /// Which sequence.
@@ -63,7 +64,8 @@ pub enum BuildError {
     },
     /// Megatron's order names sequences by `i32`.
     #[error(
-        "the split has sequences up to number {last}, but the megatron order counts them in int32, up to {}; split the dataset",
+        "the split has sequences up to number {last}, but the megatron order counts them in int32, up to {}; split \
+         the dataset",
         i32::MAX
     )]
     TooManySequences {
@@ -72,8 +74,8 @@ pub enum BuildError {
     },
     /// The index does not fit into memory, or into 64 bits.
     #[error(
-        "{num_samples} samples of {seq_len} tokens repeat the {tokens_per_epoch} tokens of this split {num_epochs} times: the {array} index \
-         is too large for this machine; ask for fewer samples"
+        "{num_samples} samples of {seq_len} tokens repeat the {tokens_per_epoch} tokens of this split {num_epochs} \
+         times: the {array} index is too large for this machine; ask for fewer samples"
     )]
     TooLarge {
         /// `document`, `sample` or `shuffle`.

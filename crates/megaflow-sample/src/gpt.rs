@@ -49,7 +49,8 @@ pub struct GptDataset {
 }
 
 impl GptDataset {
-    /// Lays out the samples. A split that is switched off, or rounds to no sequence while no sample is asked of it, has none.
+    /// Lays out the samples. A split that is switched off, or rounds to no sequence while no sample is asked of it, has
+    /// none.
     ///
     /// # Errors
     /// [`BuildError`] as [`GptIndex::build`], and if samples are asked of a split without sequences.

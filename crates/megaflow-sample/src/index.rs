@@ -58,7 +58,8 @@ pub struct IndexConfig {
     pub keep_partial: bool,
 }
 
-/// Rows (position in the document index, offset in that sequence): sample k reaches from row k to row k + 1. Flat, two values a row.
+/// Rows (position in the document index, offset in that sequence): sample k reaches from row k to row k + 1. Flat, two
+/// values a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SampleIndex {
     /// The document index has at most 2^31 - 1 entries.
@@ -141,8 +142,8 @@ impl GptIndex {
     /// Lays out the samples of `sequences`.
     ///
     /// # Errors
-    /// [`BuildError`] if a setting is out of range, a length is negative, samples are asked of sequences without tokens, or the
-    /// arrays do not fit into memory.
+    /// [`BuildError`] if a setting is out of range, a length is negative, samples are asked of sequences without
+    /// tokens, or the arrays do not fit into memory.
     ///
     /// # Panics
     /// If `sequences` reaches beyond the sequences of `lengths`.
@@ -277,7 +278,8 @@ impl Plan {
         Ok(index)
     }
 
-    /// The walk: sample k ends `k * seq_len + extra` tokens behind the start, in the first document that reaches so far.
+    /// The walk: sample k ends `k * seq_len + extra` tokens behind the start, in the first document that reaches so
+    /// far.
     fn sample_index<L: SequenceLengths + ?Sized, T: Copy>(
         &self,
         lengths: &L,

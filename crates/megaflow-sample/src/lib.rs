@@ -1,7 +1,7 @@
 //! Which tokens make which sample, in Megatron's order.
 //!
-//! A split gives a dataset its sequences; from their lengths [`GptIndex::build`] makes the document, sample and shuffle index,
-//! bit for bit as Megatron-LM does; [`GptDataset`] reads the samples.
+//! A split gives a dataset its sequences; from their lengths [`GptIndex::build`] makes the document, sample and shuffle
+//! index, bit for bit as Megatron-LM does; [`GptDataset`] reads the samples.
 #![forbid(unsafe_code)]
 
 mod error;

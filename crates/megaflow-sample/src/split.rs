@@ -48,8 +48,9 @@ pub struct SplitMatrix {
 }
 
 impl SplitMatrix {
-    /// Reads a split string such as `969,30,1`: every run of digits and dots is a share, whatever stands between; missing shares
-    /// are 0. The shares are divided by their sum and added up in the order in which numpy and Python do it.
+    /// Reads a split string such as `969,30,1`: every run of digits and dots is a share, whatever stands between;
+    /// missing shares are 0. The shares are divided by their sum and added up in the order in which numpy and Python do
+    /// it.
     ///
     /// # Errors
     /// [`BuildError::BadSplit`] if there is no share, more than three, one that is no number, or none above 0.
@@ -91,8 +92,8 @@ impl SplitMatrix {
         self.rows
     }
 
-    /// Sequences that `split` takes of `num_sequences`. `None` if it is switched off; an empty range if its share rounds to
-    /// nothing.
+    /// Sequences that `split` takes of `num_sequences`. `None` if it is switched off; an empty range if its share
+    /// rounds to nothing.
     pub fn sequences(&self, split: SplitName, num_sequences: usize) -> Option<Range<usize>> {
         let (low, high) = self.rows[split as usize]?;
         let round = |share: f64| ((share * num_sequences as f64).round_ties_even() as usize).min(num_sequences);

@@ -143,7 +143,8 @@ proptest! {
         let index = match GptIndex::build(&lengths[..], 0..lengths.len(), &config) {
             Ok(index) => index,
             Err(error) => {
-                let no_tokens = matches!(error, BuildError::NoTokens { .. }) && lengths.iter().all(|&length| length == 0);
+                let is_empty = lengths.iter().all(|&length| length == 0);
+                let no_tokens = is_empty && matches!(error, BuildError::NoTokens { .. });
                 prop_assert!(no_tokens, "{}", error);
                 return Ok(());
             }
