@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+from helpers.pairs import write_pair
 from helpers.ranks import RankPool
-from helpers.runs import TINY, one_rank
+from helpers.runs import TINY, one_rank, read_curve, read_metrics, read_tensors, run_tiny
 from megaflow.errors import ConfigError, FileAccessError
 from megaflow_trainer.config import TrainConfig, read_command
 from megaflow_trainer.optim.adamw import AdamW
@@ -203,3 +207,67 @@ def test_the_pool_reports_a_failing_rank_and_starts_anew(two_ranks: RankPool) ->
     with pytest.raises(AssertionError, match=r"rank 1:[\s\S]*only here"):
         two_ranks.run(fail_on_last)
     assert two_ranks.run(gather_ranks) == [[0, 1], [0, 1]]
+
+
+def train_on_ranks(mesh: Mesh, prefix: str, flags: list[str]) -> int:
+    return run_tiny(prefix, flags, mesh)
+
+
+LENGTH = ["--train-iters", "6", "--global-batch-size", "8", "--micro-batch-size", "2", "--eod-mask-loss"]
+
+
+def test_a_whole_run_on_dp2_equals_one_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "toy")
+    flags = [*LENGTH, "--split", "80,20,0", "--eval-interval", "3", "--eval-iters", "2"]
+    run_tiny(prefix, [*flags, "--run-dir", str(tmp_path / "one")])
+    assert two_ranks.run(train_on_ranks, prefix, [*flags, "--run-dir", str(tmp_path / "two")]) == [0, 0]
+    for key in ("lm_loss", "valid_loss"):
+        one, two = (read_metrics(tmp_path / name, key) for name in ("one", "two"))
+        assert [line[key] for line in two] == pytest.approx([line[key] for line in one], abs=2e-5)
+        assert [line["iteration"] for line in two] == [line["iteration"] for line in one]
+
+
+def test_dp2_resumes_to_the_bit_with_each_ranks_own_dropout(two_ranks: RankPool, tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "toy")
+    flags = [*LENGTH, "--hidden-dropout", "0.2", "--save-interval", "3"]
+    two_ranks.run(train_on_ranks, prefix, [*flags, "--save", str(tmp_path / "straight")])
+    shutil.copytree(tmp_path / "straight" / "iter_0000003", tmp_path / "resumed" / "iter_0000003")
+    two_ranks.run(train_on_ranks, prefix, [*flags, "--save", str(tmp_path / "resumed")])
+    assert read_curve(tmp_path / "resumed") == read_curve(tmp_path / "straight")[3:]
+    expected, found = (read_tensors(tmp_path / name, 6) for name in ("straight", "resumed"))
+    assert found.keys() == expected.keys()
+    assert {"rng/cpu.0", "rng/cpu.1"} <= found.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("before, after", [("one", "two"), ("two", "one")])
+def test_another_number_of_ranks_goes_on_with_the_same_samples(
+    two_ranks: RankPool, tmp_path: Path, before: str, after: str
+) -> None:
+    prefix = write_pair(tmp_path / "toy")
+    flags = [*LENGTH, "--save-interval", "3", "--save"]
+    starters = {
+        "one": lambda folder: run_tiny(prefix, [*flags, folder]),
+        "two": lambda folder: two_ranks.run(train_on_ranks, prefix, [*flags, folder]),
+    }
+    starters[before](str(tmp_path / "straight"))
+    shutil.copytree(tmp_path / "straight" / "iter_0000003", tmp_path / "resumed" / "iter_0000003")
+    starters[after](str(tmp_path / "resumed"))
+    for one, other in zip(read_curve(tmp_path / "straight")[3:], read_curve(tmp_path / "resumed"), strict=True):
+        assert other[1] == pytest.approx(one[1], abs=2e-5)
+        assert (other[0], *other[3:]) == (one[0], *one[3:])
+
+
+def train_into_an_error(mesh: Mesh, prefix: str, folder: str) -> str:
+    try:
+        run_tiny(prefix, [*LENGTH, "--save", folder], mesh)
+    except FileAccessError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_disk_that_refuses_is_the_same_error_on_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    first, second = two_ranks.run(train_into_an_error, write_pair(tmp_path / "toy"), str(tmp_path / "file" / "d"))
+    assert first == second
+    assert "cannot be written" in first

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+
 from megaflow_trainer.config import read_command
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
 from megaflow_trainer.training.run import train
-from safetensors.torch import load_file
 
-TINY = (
+SHAPE = (
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
-    *("--vocab-size", "64", "--make-vocab-size-divisible-by", "48", "--lr", "1e-3", "--log-interval", "1"),
+    *("--make-vocab-size-divisible-by", "48", "--lr", "1e-3", "--log-interval", "1"),
     *("--eval-interval", "0", "--split", "90,10,0", "--hidden-dropout", "0", "--attention-dropout", "0"),
 )
+TINY = (*SHAPE, "--vocab-size", "64")
 
 
 def one_rank() -> Mesh:
@@ -25,10 +27,10 @@ def one_rank() -> Mesh:
     return build_mesh(Launch(), torch.device("cpu"), "gloo")
 
 
-def run_tiny(prefix: str, flags: Sequence[str], mesh: Mesh | None = None) -> int:
-    """Train in this process; later flags override TINY. Returns the exit code."""
+def run_tiny(prefix: str, flags: Sequence[str], mesh: Mesh | None = None, base: Sequence[str] = TINY) -> int:
+    """Train in this process; later flags override those of `base`. Returns the exit code."""
     mesh = mesh or one_rank()
-    config, notes = read_command([*TINY, "--data-path", prefix, *flags], world_size=mesh.world_size)
+    config, notes = read_command([*base, "--data-path", prefix, *flags], world_size=mesh.world_size)
     return train(config, mesh, notes)
 
 
@@ -41,7 +43,7 @@ def read_metrics(folder: Path, key: str = "lm_loss") -> list[dict[str, Any]]:
 def read_curve(folder: Path) -> list[tuple[int, float, float, float, int]]:
     """What must be the same in two equal runs, by iteration."""
     keys = ("iteration", "lm_loss", "grad_norm", "lr", "consumed_samples")
-    return [tuple(values[key] for key in keys) for values in read_metrics(folder)]  # type: ignore[misc]
+    return [tuple(values[key] for key in keys) for values in read_metrics(folder)]
 
 
 def read_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:

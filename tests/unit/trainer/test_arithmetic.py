@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megaflow_trainer.config.arithmetic import count_flops_per_token, count_parameters, find_peak_flops, pad_vocab
+
+from megaflow_trainer.config.arithmetic import count_flops_per_token, count_parameters, find_peak_flops
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.gpt import build_gpt
 from megaflow_trainer.model.sockets import Sockets
@@ -39,23 +40,24 @@ def count_real(config: ModelConfig) -> int:
 @pytest.mark.parametrize("size", GPT2)
 def test_gpt2_sizes_equal_the_published_ones_and_the_real_model(size: str) -> None:
     config = make_model(size)
-    assert count_parameters(config, vocab_rows=50257) == GPT2[size][3] == count_real(config)
+    assert count_parameters(config) == GPT2[size][3] == count_real(config)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_padding_and_an_untied_head_are_counted(is_tied: bool) -> None:
     config = make_model("small", vocab_multiple=128, is_tied=is_tied)
-    assert count_parameters(config, vocab_rows=50304) == count_real(config)
+    assert count_parameters(config) == count_real(config)
 
 
 def test_vocabulary_is_padded_to_a_multiple() -> None:
-    assert [pad_vocab(n, 128) for n in (1, 128, 129, 50257)] == [128, 128, 256, 50304]
+    sizes = [ModelConfig(vocab_size=n, vocab_multiple=128).vocab_rows for n in (2, 128, 129, 50257)]
+    assert sizes == [128, 128, 256, 50304]
 
 
 def test_flops_follow_the_two_conventions() -> None:
     config = make_model("small", vocab_multiple=128)
-    full = count_flops_per_token(config, seq_len=1024, vocab_rows=50304, is_causal=False)
-    causal = count_flops_per_token(config, seq_len=1024, vocab_rows=50304, is_causal=True)
+    full = count_flops_per_token(config, seq_len=1024, is_causal=False)
+    causal = count_flops_per_token(config, seq_len=1024, is_causal=True)
     assert full == 6 * 124_475_904 + 12 * 12 * 768 * 1024
     assert full - causal == 6 * 12 * 768 * 1024
 

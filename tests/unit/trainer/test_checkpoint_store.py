@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from megaflow.errors import CheckpointError, FileAccessError
 from megaflow_trainer.checkpoint import store
 
@@ -55,7 +56,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "5\n"
 
 
-def test_killed_at_any_moment_of_saving_a_complete_step_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_at_any_moment_of_saving_a_complete_step_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moments = 0
     for moment in range(1, 40):
         root = tmp_path / str(moment)
@@ -133,7 +136,9 @@ def test_a_folder_without_checkpoints_gives_none(tmp_path: Path) -> None:
 
 def test_another_shape_names_the_tensor_and_both_shapes(tmp_path: Path) -> None:
     target = {"w": torch.zeros(2, 4)}
-    with pytest.raises(CheckpointError, match=r"tensor w has shape \(2, 3\) in the checkpoint and \(2, 4\) in this run"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor w has shape \(2, 3\) in the checkpoint and \(2, 4\) in this run"
+    ):
         store.fill_tensors(target, FILES["model"], tmp_path)
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from megaflow.errors import ConfigError, MissingFileError
 from megaflow_trainer.config import TrainConfig, fields, format_help, read_command
-from megaflow_trainer.config.batch import BatchSizes, solve_batch
+from megaflow_trainer.config.batch import solve_batch
 from megaflow_trainer.config.command import list_flag_names, parse_flags
 from megaflow_trainer.config.flags import FLAGS, LEGACY, NOT_BUILT, Flag
-from megaflow_trainer.config.sections import StepConfig
+from megaflow_trainer.config.sections import BatchSizes, StepConfig
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted((ROOT / "trainer" / "recipes").glob("*.yaml"))
@@ -82,7 +83,9 @@ def test_what_is_not_built_is_refused_in_one_sentence(feature: Any) -> None:
 
 
 def test_flags_of_one_missing_feature_are_refused_together() -> None:
-    assert fault("--num-experts", "8", "--moe-router-topk", "2").startswith("--num-experts 8, --moe-router-topk 2: this")
+    assert fault("--num-experts", "8", "--moe-router-topk", "2").startswith(
+        "--num-experts 8, --moe-router-topk 2: this"
+    )
 
 
 @pytest.mark.parametrize("axis", ["tensor-model", "pipeline-model", "context", "expert-model"])
@@ -104,15 +107,15 @@ def test_all_faults_are_listed_at_once_with_flag_and_remedy() -> None:
         *("--num-attention-heads", "7", "--hidden-dropout", "1.5", "--lr", "fast", "--sede", "1"),
         *("--seq-length", "64", "--max-position-embeddings", "32"),
     ).split("\n")
+    heads = "model.hidden_dim (--hidden-size) 768 is not divisible by model.num_heads (--num-attention-heads) 7"
+    length = "data.seq_len (--seq-length) 64 is longer than model.max_positions (--max-position-embeddings) 32"
     assert lines == [
         "5 faults in the configuration:",
         "  - --lr takes a number, got 'fast'",
         "  - --sede is not a flag of this trainer; the nearest known one is --seed",
         "  - model.hidden_dropout (--hidden-dropout) must be in [0, 1), got 1.5",
-        "  - model.hidden_dim (--hidden-size) 768 is not divisible by model.num_heads (--num-attention-heads) 7; "
-        "use 6 or 8 heads",
-        "  - data.seq_len (--seq-length) 64 is longer than model.max_positions (--max-position-embeddings) 32; "
-        "raise the second or shorten the first",
+        f"  - {heads}; use 6 or 8 heads",
+        f"  - {length}; raise the second or shorten the first",
     ]
 
 
@@ -169,7 +172,7 @@ def test_too_few_ranks_for_a_replica_is_said_with_the_numbers() -> None:
     ],
 )
 def test_any_consistent_part_of_the_batch_determines_the_rest(
-    given: dict[str, int], dp: int, sizes: tuple[int, int, int]
+    given: dict[str, Any], dp: int, sizes: tuple[int, int, int]
 ) -> None:
     assert solve_batch(StepConfig(**given), dp=dp) == BatchSizes(*sizes)
 
@@ -183,16 +186,14 @@ def test_any_consistent_part_of_the_batch_determines_the_rest(
         ({"micro_batch_size": 4, "global_batch_size": 4}, "such as 8"),
     ],
 )
-def test_a_contradiction_shows_the_equation(given: dict[str, int], words: str) -> None:
+def test_a_contradiction_shows_the_equation(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match="global batch = micro batch x data-parallel ranks x accumulation") as caught:
         solve_batch(StepConfig(**given), dp=2)
     assert words in str(caught.value)
 
 
 def test_samples_become_whole_steps() -> None:
-    config, _ = read_command(
-        ["--data-path", "x", "--train-samples", "85", "--global-batch-size", "8"], world_size=1
-    )
+    config, _ = read_command(["--data-path", "x", "--train-samples", "85", "--global-batch-size", "8"], world_size=1)
     assert config.num_steps == 10
 
 

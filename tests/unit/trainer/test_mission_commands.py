@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.gpt import GPT, build_gpt
@@ -26,7 +27,7 @@ def make_model(*, seed: int = 1, dtype: torch.dtype = torch.float32, multiple: i
 
 
 def make_config(multiple: int = 48, **shape: object) -> ModelConfig:
-    base = {"num_layers": 2, "hidden_dim": 32, "num_heads": 4, "max_positions": 16, "vocab_size": 61}
+    base: dict[str, object] = {"num_layers": 2, "hidden_dim": 32, "num_heads": 4, "max_positions": 16, "vocab_size": 61}
     base |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "vocab_multiple": multiple}
     return ModelConfig(**(base | shape))  # type: ignore[arg-type]
 
@@ -146,7 +147,7 @@ def test_auto_takes_the_first_entry_that_can_run() -> None:
 
 def test_flash_attention_without_a_gpu_is_refused_with_the_reason() -> None:
     need = Need(device=CPU, dtype=torch.bfloat16, head_dim=8)
-    with pytest.raises(ConfigError, match="'flash' cannot run here: flash attention needs a CUDA GPU.*; use sdpa or"):
+    with pytest.raises(ConfigError, match=r"'flash' cannot run here: flash attention needs a CUDA GPU.*; use sdpa or"):
         choose("attention", ATTENTION, "flash", need)
 
 

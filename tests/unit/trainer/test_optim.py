@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from megaflow_trainer.config.sections import OptimConfig
 from megaflow_trainer.optim.adamw import AdamW
 from megaflow_trainer.optim.clip import clip_factor
@@ -39,7 +40,9 @@ def test_steps_follow_the_equations_and_spare_biases_and_norms_from_decay() -> N
         optimizer.step(1e-2)
     for name, weight in model.named_parameters():
         decay = 0.1 if name == "0.weight" else 0.0
-        torch.testing.assert_close(weight.double(), step_by_hand(before[name], given[name], decay), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            weight.double(), step_by_hand(before[name], given[name], decay), atol=1e-6, rtol=1e-5
+        )
 
 
 def test_bf16_masters_collect_steps_too_small_for_the_weights() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from megaflow_trainer.config import read_command
 from megaflow_trainer.optim.schedule import Schedule, build_schedule
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from megaflow.errors import ConfigError
 from megaflow_trainer.training.clock import COMPUTE, DATA_WAIT, EVAL, PHASES, Clock
 from megaflow_trainer.training.feed import Feed
@@ -92,9 +93,9 @@ VALUES = {
 
 def test_the_line_shows_every_value_with_six_digits_for_loss_and_norm() -> None:
     assert format_line(VALUES, 100) == (
-        " iteration 7/100 | consumed samples: 56 | lr: 1.234568E-04 | lm loss: 1.082346E+01 | grad norm: 2.345679E+00 | "
-        "step time (ms): 100.00 = data wait 20.00 + compute 20.00 + communication 20.00 + optimizer 20.00 + other 20.00 "
-        "| samples/s: 80.00 | tokens/s/GPU: 1280 | TFLOP/s/GPU: 0.5 | memory (MiB): 1024"
+        " iteration 7/100 | consumed samples: 56 | lr: 1.234568E-04 | lm loss: 1.082346E+01 | grad norm: 2.345679E+00"
+        " | step time (ms): 100.00 = data wait 20.00 + compute 20.00 + communication 20.00 + optimizer 20.00 + other "
+        "20.00 | samples/s: 80.00 | tokens/s/GPU: 1280 | TFLOP/s/GPU: 0.5 | memory (MiB): 1024"
     )
 
 

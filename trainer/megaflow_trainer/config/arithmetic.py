@@ -19,26 +19,21 @@ _PEAK_BF16: tuple[tuple[str, float], ...] = (
 )
 
 
-def pad_vocab(vocab_size: int, multiple: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple."""
-    return -(-vocab_size // multiple) * multiple
-
-
-def count_parameters(model: ModelConfig, *, vocab_rows: int) -> int:
+def count_parameters(model: ModelConfig) -> int:
     """Weights of the model, a tied embedding counted once.
 
     A block holds qkv (3h^2 + 3h), the attention projection (h^2 + h), the MLP (2hf + f + h) and two norms (4h).
     """
     h, f = model.hidden_dim, model.ffn_dim or 4 * model.hidden_dim
     block = 4 * h * h + 4 * h + 2 * h * f + f + h + 4 * h
-    embeddings = vocab_rows * h * (1 if model.tied_embeddings else 2) + (model.max_positions or 0) * h
+    embeddings = model.vocab_rows * h * (1 if model.tied_embeddings else 2) + (model.max_positions or 0) * h
     return model.num_layers * block + embeddings + 2 * h
 
 
-def count_flops_per_token(model: ModelConfig, *, seq_len: int, vocab_rows: int, is_causal: bool) -> float:
+def count_flops_per_token(model: ModelConfig, *, seq_len: int, is_causal: bool) -> float:
     """Forward and backward FLOPs of one token: 6 N + 12 L h s, or 6 N + 6 L h s if masked attention is not counted."""
     attention = (6 if is_causal else 12) * model.num_layers * model.hidden_dim * seq_len
-    return 6.0 * count_parameters(model, vocab_rows=vocab_rows) + attention
+    return 6.0 * count_parameters(model) + attention
 
 
 def find_peak_flops(device_name: str, dtype: str) -> float | None:

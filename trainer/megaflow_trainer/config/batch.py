@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megaflow.errors import ConfigError
-from megaflow_trainer.config.sections import StepConfig
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSizes:
-    """The three sizes of a step, in agreement."""
-
-    micro_batch_size: int
-    global_batch_size: int
-    num_micro_batches: int
+from megaflow_trainer.config.sections import BatchSizes, StepConfig
 
 
 def solve_batch(step: StepConfig, *, dp: int) -> BatchSizes:

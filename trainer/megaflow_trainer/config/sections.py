@@ -85,6 +85,12 @@ class ModelConfig:
             + _fraction("model", hidden_dropout=self.hidden_dropout, attention_dropout=self.attention_dropout)
         )
 
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding: the vocabulary rounded up to `vocab_multiple`."""
+        assert self.vocab_size is not None, "known once the data are open"
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
@@ -201,6 +207,15 @@ class ScheduleConfig:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """The three sizes of a step, in agreement."""
+
+    micro_batch_size: int
+    global_batch_size: int
+    num_micro_batches: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepConfig:
     """One step: global batch = micro batch x data-parallel ranks x accumulation. Give any part; the rest follows."""
@@ -220,6 +235,12 @@ class StepConfig:
             + _at_least("step", 1, num_micro_batches=self.num_micro_batches)
             + _one_of("step", ("fp32", "bf16"), dtype=self.dtype)
         )
+
+    @property
+    def sizes(self) -> BatchSizes:
+        """The sizes of a resolved configuration."""
+        assert self.micro_batch_size and self.global_batch_size and self.num_micro_batches, "not resolved"  # noqa: PT018
+        return BatchSizes(self.micro_batch_size, self.global_batch_size, self.num_micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -291,6 +312,12 @@ class TrainConfig:
             for name, value in (("num_steps", self.num_steps), ("num_samples", self.num_samples))
             if value is not None and value < 1
         ]
-        if self.seed < 0:
-            faults.append(f"seed must be >= 0, got {self.seed}")
+        if not 0 <= self.seed < 2**32:
+            faults.append(f"seed must be in [0, 2^32), got {self.seed}")
         _raise_faults(faults)
+
+    @property
+    def last_step(self) -> int:
+        """The length of a resolved run."""
+        assert self.num_steps is not None, "not resolved"
+        return self.num_steps

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaflow_trainer.config.arithmetic import pad_vocab
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.sockets import Sockets
 
@@ -73,14 +72,13 @@ class GPT(nn.Module):
         super().__init__()
         assert config.vocab_size is not None, "known once the data are open"
         assert config.max_positions is not None, "resolved"
-        rows = pad_vocab(config.vocab_size, config.vocab_multiple)
         self.vocab_size = config.vocab_size
-        self.embedding = nn.Embedding(rows, config.hidden_dim)
+        self.embedding = nn.Embedding(config.vocab_rows, config.hidden_dim)
         self.positions = nn.Embedding(config.max_positions, config.hidden_dim)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.blocks = nn.ModuleList(Block(config, sockets) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_dim, eps=config.norm_eps)
-        self.head = None if config.tied_embeddings else nn.Linear(config.hidden_dim, rows, bias=False)
+        self.head = None if config.tied_embeddings else nn.Linear(config.hidden_dim, config.vocab_rows, bias=False)
         self.loss: Callable[..., Tensor] = sockets.loss
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ class Schedule:
 
 def build_schedule(config: TrainConfig) -> Schedule:
     """The schedule of a resolved configuration; iterations become samples by the global batch size."""
-    own, batch = config.schedule, config.step.global_batch_size or 1
-    decay = own.decay_samples or (own.decay_steps or config.num_steps or 0) * batch
+    own, batch = config.schedule, config.step.sizes.global_batch_size
+    decay = own.decay_samples or (own.decay_steps or config.last_step) * batch
     if own.warmup_fraction is not None:
         warmup: float = own.warmup_fraction * decay
     else:

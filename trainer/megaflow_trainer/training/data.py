@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import megaflow
-from megaflow import GPTDataset, Loader
+from megaflow import GPTDataset, IndexedDataset, Loader
 from megaflow.errors import ConfigError, TokenizerError
 from megaflow_trainer.config.sections import DataConfig, TrainConfig
 from megaflow_trainer.parallel.mesh import Mesh
@@ -34,13 +34,7 @@ def open_data(config: TrainConfig) -> RunData:
     """
     prefix = megaflow.resolve_prefix(config.data.path[0])
     vocab_size, eod_id, notes = _read_vocabulary(prefix, config)
-    train, valid, _ = GPTDataset.build_splits(
-        prefix,
-        seq_len=config.data.seq_len,
-        split=config.data.split,
-        num_samples=count_samples(config),
-        seed=config.seed,
-    )
+    train, valid = build_datasets(IndexedDataset(prefix), config)
     if train is None:
         raise ConfigError(f"{prefix}: the train part of --split {config.data.split} is empty; give it more weight")
     if valid is None and config.eval.every:
@@ -49,18 +43,25 @@ def open_data(config: TrainConfig) -> RunData:
     return RunData(train=train, valid=valid, vocab_size=vocab_size, eod_id=masked, notes=tuple(notes))
 
 
-def count_samples(config: TrainConfig) -> tuple[int, int, int]:
-    """Samples of the train, valid and test parts, counted as Megatron does: they decide the number of epochs."""
-    batch, steps = config.step.global_batch_size or 1, config.num_steps or 0
-    evaluations = steps // config.eval.every + 1 if config.eval.every else 0
-    return steps * batch, evaluations * config.eval.steps * batch, config.eval.steps * batch
+def build_datasets(indexed: IndexedDataset, config: TrainConfig) -> tuple[GPTDataset | None, GPTDataset | None]:
+    """The train and valid parts; None for one that is empty (a small corpus may have too few documents for a part).
+
+    The numbers of samples are counted as Megatron counts them: they decide how often the documents are repeated.
+    """
+    common: dict[str, Any] = {"seq_len": config.data.seq_len, "split": config.data.split, "seed": config.seed}
+    batch, steps = config.step.sizes.global_batch_size, config.last_step
+    train, valid, _ = GPTDataset.build_splits(indexed, num_samples=(steps * batch, 0, 0), **common)
+    if valid is None or not config.eval.every:
+        return train, None
+    wanted = (steps // config.eval.every + 1) * config.eval.steps * batch
+    return train, GPTDataset(indexed, num_samples=wanted, split_name="valid", **common)
 
 
 def build_loader(dataset: GPTDataset, config: TrainConfig, mesh: Mesh) -> Loader:
     """This rank's loader over a dataset, from its first sample on."""
     return Loader(
         dataset,
-        config.step.micro_batch_size,
+        config.step.sizes.micro_batch_size,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         num_threads=max(1, config.data.num_threads),
@@ -89,9 +90,9 @@ def _read_vocabulary(prefix: str, config: TrainConfig) -> tuple[int, int | None,
     notes = []
     if sidecar is None and not named and config.model.vocab_size is None:
         notes = [f"{prefix} has no sidecar and no tokenizer is named: GPT-2's {found['vocab_size']} tokens are assumed"]
-    if config.data.eod_mask_loss and found["eod_id"] is None:
+    if config.data.eod_mask_loss and found.get("eod_id") is None:
         raise ConfigError("--eod-mask-loss needs an end-of-document token, and this tokenizer has none; drop the flag")
-    return config.model.vocab_size or found["vocab_size"], found["eod_id"], notes
+    return config.model.vocab_size or found["vocab_size"], found.get("eod_id"), notes
 
 
 def _names_tokenizer(data: DataConfig) -> bool:

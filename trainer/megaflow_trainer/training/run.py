@@ -49,8 +49,8 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
         clock = Clock(mesh.device)
         feed = Feed(loader, mesh.device, clock, eod_id=data.eod_id)
         with StopVote(mesh) as stop, MetricsLog(config, mesh, clock) as log:
-            for step in range(start + 1, (config.num_steps or 0) + 1):
-                consumed = step * (config.step.global_batch_size or 0)
+            for step in range(start + 1, config.last_step + 1):
+                consumed = step * config.step.sizes.global_batch_size
                 report = train_step(
                     model,
                     optimizer,
@@ -59,14 +59,14 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
                     clock,
                     lr=schedule.lr_at(consumed),
                     clip_grad=config.optim.clip_grad,
-                    num_micro_batches=config.step.num_micro_batches or 1,
+                    num_micro_batches=config.step.sizes.num_micro_batches,
                 )
                 log.write(step, consumed, report)
-                if data.valid is not None and is_due(step, config.eval.every, config.num_steps):
+                if data.valid is not None and is_due(step, config.eval.every, config.last_step):
                     with clock.phase(EVAL):
                         log.write_validation(step, evaluate(model, data.valid, config, mesh, eod_id=data.eod_id))
                 is_stopping = stop.is_agreed()
-                if config.checkpoint.save and (is_stopping or is_due(step, config.checkpoint.every, config.num_steps)):
+                if config.checkpoint.save and (is_stopping or is_due(step, config.checkpoint.every, config.last_step)):
                     with clock.phase(CHECKPOINT):
                         save_checkpoint(config, step, state, mesh)
                 if is_stopping:
@@ -75,7 +75,7 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
     return 0
 
 
-def is_due(step: int, every: int | None, last: int | None) -> bool:
+def is_due(step: int, every: int | None, last: int) -> bool:
     """Whether something done every `every` steps and after the last one is done now; 0 means never."""
     return every != 0 and (step == last or (every is not None and step % every == 0))
 
@@ -104,5 +104,5 @@ def introduce(config: TrainConfig, mesh: Mesh, start: int, fingerprint: str, not
         f"{step.global_batch_size} = {step.micro_batch_size} x {mesh.dp_size} x {step.num_micro_batches}, "
         f"iterations {start + 1} to {config.num_steps}, run folder {folder}",
     )
-    if start >= (config.num_steps or 0):
+    if start >= config.last_step:
         say(mesh, f" nothing to do: iteration {start} is already complete; raise --train-iters to go on")

@@ -1,0 +1,190 @@
+"""The commands as a user types them: exit codes, one sentence a fault, and a run that survives being killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from helpers.pairs import write_pair
+from helpers.runs import TINY, read_curve, read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTH = ("--train-iters", "8", "--global-batch-size", "4", "--micro-batch-size", "2")
+PLAIN = (sys.executable, "trainer/pretrain.py")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "trainer/pretrain.py")
+OLD_LAUNCH = (sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node=1", "--master_port=0")
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_pair(tmp_path_factory.mktemp("data") / "toy_text_document")
+
+
+def start(program: Sequence[str], flags: Sequence[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*program, *flags], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def run(program: Sequence[str], flags: Sequence[str]) -> tuple[int, str, str]:
+    process = start(program, flags)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def list_errors(err: str) -> list[str]:
+    return [line for line in err.splitlines() if line.startswith("error")]
+
+
+def wait_for_line(process: subprocess.Popen[str], word: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if word in line:
+            return
+    raise AssertionError(f"ended without {word!r}: {process.communicate()[1]}")
+
+
+def test_one_process_trains_and_shows_where_the_time_went(prefix: str, tmp_path: Path) -> None:
+    code, out, err = run(PLAIN, [*TINY, *LENGTH, "--data-path", prefix, "--run-dir", str(tmp_path)])
+    assert (code, err) == (0, "")
+    line = next(line for line in out.splitlines() if " iteration 8/8 " in line)
+    for word in ("lm loss:", "lr:", "grad norm:", "data wait", "compute", "samples/s:", "tokens/s/GPU:", "memory"):
+        assert word in line
+    assert len(read_curve(tmp_path)) == 8
+    assert json.loads((tmp_path / "run.json").read_text())["starts"][0]["world_size"] == 1
+
+
+@pytest.mark.dist
+def test_torchrun_trains_on_two_ranks_like_one(prefix: str, tmp_path: Path) -> None:
+    for name, program in (("one", PLAIN), ("two", TORCHRUN)):
+        code, out, _ = run(program, [*TINY, *LENGTH, "--data-path", prefix, "--run-dir", str(tmp_path / name)])
+        assert code == 0
+        assert out.count(" iteration 8/8 ") == 1
+    for one, two in zip(read_curve(tmp_path / "one"), read_curve(tmp_path / "two"), strict=True):
+        assert two[1] == pytest.approx(one[1], abs=2e-5)
+        assert two[2] == pytest.approx(one[2], rel=1e-5)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("door", ["pretrain_gpt.py", "examples/pretrain_gpt.py"])
+def test_the_old_launcher_and_the_old_names_are_doors(prefix: str, tmp_path: Path, door: str) -> None:
+    flags = [*TINY, *LENGTH, "--data-path", prefix.removesuffix("_text_document"), "--run-dir", str(tmp_path)]
+    code, out, _ = run([*OLD_LAUNCH, door], [*flags, "--distributed-backend", "nccl", "--use-mcore-models"])
+    assert code == 0
+    assert out.count("--use-mcore-models has no effect") == 1
+    assert len(read_curve(tmp_path)) == 8
+
+
+@pytest.mark.parametrize(
+    "flags, code, words",
+    [
+        (("--num-attention-heads", "5"), 2, "is not divisible by model.num_heads (--num-attention-heads) 5"),
+        (("--no-such-flag",), 2, "--no-such-flag is not a flag of this trainer"),
+        (("--fp8-hybrid",), 2, "this version does not have fp8"),
+        (("--data-path", "/nowhere/data"), 1, "/nowhere/data"),
+        (("--use-flash-attn",), 1, "flash attention needs a CUDA GPU"),
+        (("--vocab-file", "/nowhere/vocab.json", "--merge-file", "/nowhere/merges.txt"), 1, "/nowhere/vocab.json"),
+        (("--save", "/dev/null/checkpoints"), 1, "cannot be written"),
+    ],
+)
+def test_a_fault_is_one_sentence_without_traceback(
+    prefix: str, tmp_path: Path, flags: tuple[str, ...], code: int, words: str
+) -> None:
+    base = [*TINY, *LENGTH, "--data-path", prefix, "--run-dir", str(tmp_path), "--distributed-backend", "gloo"]
+    found, _, err = run(PLAIN, [*base, *flags])
+    assert found == code
+    assert words in err
+    assert len(err.splitlines()) == len(list_errors(err)) == 1
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("flags", [("--data-path", "/nowhere/data"), ("--num-attention-heads", "5")])
+def test_a_fault_of_all_ranks_is_said_once(prefix: str, flags: tuple[str, ...]) -> None:
+    code, _, err = run(TORCHRUN, [*TINY, *LENGTH, "--data-path", prefix, *flags])
+    assert code != 0
+    assert len(list_errors(err)) == 1
+    assert list_errors(err)[0].startswith("error: ")
+
+
+def test_help_needs_neither_data_nor_torch() -> None:
+    code, out, err = run(PLAIN, ["--help"])
+    assert (code, err) == (0, "")
+    assert "--tensor-model-parallel-size" in out
+    assert "75 stopped by SIGTERM" in out
+
+
+def test_killed_between_steps_the_same_command_goes_on_with_the_same_samples(prefix: str, tmp_path: Path) -> None:
+    flags = [*TINY, *LENGTH[2:], "--data-path", prefix, "--hidden-dropout", "0.1", "--save-interval", "3"]
+    flags = [*flags, "--train-iters", "300"]
+    assert run(PLAIN, [*flags, "--save", str(tmp_path / "straight")])[0] == 0
+    killed = tmp_path / "killed"
+    for word in ("iteration 40/", "iteration 133/"):
+        process = start(PLAIN, [*flags, "--save", str(killed)])
+        wait_for_line(process, word)
+        process.kill()
+        process.communicate()
+    code, out, _ = run(PLAIN, [*flags, "--save", str(killed)])
+    assert code == 0
+    assert "resumed from" in out
+    expected = {line[0]: line for line in read_curve(tmp_path / "straight")}
+    assert {line[0]: line for line in read_curve(killed)} == expected
+    assert all(line == expected[line[0]] for line in read_curve(killed))
+
+
+def test_sigterm_saves_the_step_and_ends_with_its_own_code(prefix: str, tmp_path: Path) -> None:
+    flags = [*TINY, *LENGTH[2:], "--data-path", prefix, "--train-iters", "100000", "--save", str(tmp_path)]
+    process = start(PLAIN, flags)
+    wait_for_line(process, "iteration 5/")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (75, "")
+    step = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert f"stopped by SIGTERM after iteration {step}" in out
+    assert read_metrics(tmp_path)[-1]["iteration"] == step
+
+
+def test_ctrl_c_is_one_sentence(prefix: str, tmp_path: Path) -> None:
+    flags = [*TINY, *LENGTH[2:], "--data-path", prefix, "--train-iters", "100000", "--run-dir", str(tmp_path)]
+    process = start(PLAIN, flags)
+    wait_for_line(process, "iteration 5/")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines() == ["error: interrupted; the same command goes on from the last checkpoint"]
+
+
+@pytest.mark.dist
+def test_when_one_rank_dies_all_end_soon_and_not_with_success(prefix: str, tmp_path: Path) -> None:
+    flags = [*TINY, *LENGTH[2:], "--data-path", prefix, "--train-iters", "100000", "--run-dir", str(tmp_path)]
+    process = start(TORCHRUN, flags)
+    wait_for_line(process, "iteration 5/")
+    ranks = find_children(process.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    began = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert time.monotonic() - began < 30
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def find_children(parent: int) -> list[int]:
+    """Process ids of the children of a process, oldest first."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(stat.parent.name))
+    return sorted(found)

@@ -1,0 +1,44 @@
+"""Who says a fault: the first rank for all, or the rank that has it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from megaflow_trainer.training.faults import FaultBoard
+
+
+def make_boards(patience_s: float) -> list[FaultBoard]:
+    store = dist.HashStore()
+    return [FaultBoard(rank, store, patience_s=patience_s) for rank in range(3)]
+
+
+def test_a_fault_of_all_ranks_is_said_by_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    boards = make_boards(patience_s=10.0)
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda board: board.report("no data"), boards))
+    assert capsys.readouterr().err == "error: no data\n"
+
+
+def test_a_fault_of_one_rank_is_said_by_it_with_its_number(capsys: pytest.CaptureFixture[str]) -> None:
+    boards = make_boards(patience_s=0.05)
+    assert not boards[0].has_any()
+    boards[2].report("disk full")
+    assert capsys.readouterr().err == "error on rank 2: disk full\n"
+    assert boards[0].has_any()
+
+
+def test_two_different_faults_are_both_said(capsys: pytest.CaptureFixture[str]) -> None:
+    boards = make_boards(patience_s=10.0)
+    boards[0].report("one thing")
+    boards[1].report("another")
+    assert capsys.readouterr().err == "error: one thing\nerror on rank 1: another\n"
+
+
+def test_a_single_rank_needs_no_board(capsys: pytest.CaptureFixture[str]) -> None:
+    board = FaultBoard(0, None)
+    board.report("no data")
+    assert capsys.readouterr().err == "error: no data\n"
+    assert not board.has_any()

@@ -1,0 +1,105 @@
+"""What only a GPU can show: the copy stream, device-side times, the flash kernel, and runs that equal the CPU's."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.pairs import write_pair
+from helpers.runs import read_curve, read_metrics, read_tensors, run_tiny
+from megaflow_trainer.ops.attention import attend_flash, attend_math
+from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
+from megaflow_trainer.training.clock import COMPUTE, DATA_WAIT, Clock
+from megaflow_trainer.training.feed import Feed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
+LENGTH = ("--train-iters", "8", "--global-batch-size", "8", "--micro-batch-size", "4", "--eod-mask-loss")
+
+
+def one_gpu() -> Mesh:
+    return build_mesh(Launch(), torch.device("cuda", 0), "nccl")
+
+
+class PausingLoader:
+    """Yields the same batch after a pause."""
+
+    def __init__(self, pause_s: float) -> None:
+        self.pause_s = pause_s
+
+    def __next__(self) -> Any:
+        time.sleep(self.pause_s)
+        rows = np.arange(10).reshape(2, 5)
+
+        class Batch:
+            tokens, labels = rows[:, :-1], rows[:, 1:]
+
+        return Batch
+
+
+def measure(pause_s: float, num_products: int) -> dict[str, float]:
+    """Seconds by phase of 10 steps, each a pause of the loader and some matrix products on the device."""
+    device = torch.device("cuda", 0)
+    clock = Clock(device)
+    feed = Feed(PausingLoader(pause_s), device, clock)  # type: ignore[arg-type]
+    matrix = torch.randn(4096, 4096, device=device)
+    for _ in range(2):
+        clock.collect()
+        for _ in range(10):
+            feed.next()
+            with clock.phase(COMPUTE):
+                for _ in range(num_products):
+                    matrix @ matrix
+        _, seconds = clock.collect()
+    return seconds
+
+
+def test_a_slow_source_is_data_wait() -> None:
+    seconds = measure(0.02, 1)
+    assert seconds[DATA_WAIT] > 0.12
+
+
+def test_a_slow_source_hidden_behind_compute_is_none() -> None:
+    seconds = measure(0.005, 40)
+    assert seconds["host_wait"] > 0.05
+    assert seconds[DATA_WAIT] < 0.1 * seconds["host_wait"]
+    assert seconds[COMPUTE] > 0.1
+
+
+def test_flash_attention_equals_attention_written_out() -> None:
+    q, k, v = torch.randn(3, 2, 4, 64, 32, device="cuda").bfloat16()
+    torch.testing.assert_close(
+        attend_flash(q, k, v, dropout=0.0), attend_math(q, k, v, dropout=0.0), atol=2e-2, rtol=2e-2
+    )
+
+
+def test_a_gpu_run_equals_the_cpus(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "toy")
+    for name, mesh, flags in (("cpu", None, []), ("gpu", one_gpu(), []), ("bf16", one_gpu(), ["--bf16"])):
+        run_tiny(prefix, [*LENGTH, *flags, "--run-dir", str(tmp_path / name)], mesh)
+    for cpu, gpu, bf16 in zip(*(read_curve(tmp_path / name) for name in ("cpu", "gpu", "bf16")), strict=True):
+        assert gpu[1] == pytest.approx(cpu[1], abs=1e-4)
+        assert gpu[2] == pytest.approx(cpu[2], rel=1e-3)
+        assert bf16[1] == pytest.approx(cpu[1], abs=2e-2)
+
+
+def test_a_gpu_run_resumes_with_its_own_dropout(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "toy")
+    flags = [*LENGTH, "--bf16", "--hidden-dropout", "0.2", "--save-interval", "4"]
+    run_tiny(prefix, [*flags, "--save", str(tmp_path / "straight")], one_gpu())
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "straight" / "iter_0000004").rename(tmp_path / "resumed" / "iter_0000004")
+    run_tiny(prefix, [*flags, "--save", str(tmp_path / "resumed")], one_gpu())
+    for straight, resumed in zip(read_curve(tmp_path / "straight")[4:], read_curve(tmp_path / "resumed"), strict=True):
+        assert resumed[1] == pytest.approx(straight[1], abs=1e-3)
+    assert "rng/cuda.0" in read_tensors(tmp_path / "resumed", 8)
+
+
+def test_mfu_is_shown_on_a_known_gpu(tmp_path: Path) -> None:
+    run_tiny(write_pair(tmp_path / "toy"), [*LENGTH, "--bf16", "--run-dir", str(tmp_path)], one_gpu())
+    name = torch.cuda.get_device_name()
+    assert ("mfu" in read_metrics(tmp_path)[0]) == any(known in name for known in ("A100", "H100", "H200", "B200"))

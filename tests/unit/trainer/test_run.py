@@ -1,0 +1,221 @@
+"""Whole runs in this process: what they write, how they go on, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.pairs import write_pair
+from helpers.runs import SHAPE, read_curve, read_metrics, read_tensors, run_tiny
+from megaflow.errors import CheckpointError, ConfigError, FileAccessError, MissingFileError, TokenizerError
+from megaflow_trainer.training.clock import PHASES
+
+STEPS = 6
+LENGTH = ("--train-iters", str(STEPS), "--global-batch-size", "4", "--micro-batch-size", "2")
+DROPOUT = ("--hidden-dropout", "0.2", "--attention-dropout", "0.2", "--eod-mask-loss")
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_pair(tmp_path_factory.mktemp("data") / "toy_text_document")
+
+
+def copy_step(source: Path, target: Path, step: int) -> None:
+    """Leave in `target` what a run killed after `step` leaves."""
+    shutil.copytree(source / f"iter_{step:07d}", target / f"iter_{step:07d}")
+
+
+@pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_resuming_at_any_step_equals_the_straight_run_to_the_bit(
+    prefix: str, tmp_path: Path, dtype: tuple[str, ...]
+) -> None:
+    straight = tmp_path / "straight"
+    flags = (*LENGTH, *DROPOUT, *dtype, "--save-interval", "1", "--eval-interval", "2", "--eval-iters", "1")
+    flags = (*flags, "--split", "80,20,0")
+    assert run_tiny(prefix, [*flags, "--save", str(straight)]) == 0
+    expected = read_tensors(straight, STEPS)
+    for step in range(1, STEPS):
+        resumed = tmp_path / f"from_{step}"
+        copy_step(straight, resumed, step)
+        assert run_tiny(prefix, [*flags, "--save", str(resumed)]) == 0
+        assert read_curve(resumed) == read_curve(straight)[step:]
+        assert read_metrics(resumed, "valid_loss") == read_metrics(straight, "valid_loss")[step // 2 :]
+        found = read_tensors(resumed, STEPS)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_finished_run_started_again_does_nothing(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*LENGTH, "--save", str(tmp_path)]
+    run_tiny(prefix, flags)
+    before = read_curve(tmp_path)
+    assert run_tiny(prefix, flags) == 0
+    assert "nothing to do: iteration 6 is already complete" in capsys.readouterr().out
+    assert read_curve(tmp_path) == before
+
+
+def test_save_and_load_of_one_empty_folder_is_a_fresh_start(prefix: str, tmp_path: Path) -> None:
+    assert run_tiny(prefix, [*LENGTH, "--save", str(tmp_path / "d"), "--load", str(tmp_path / "d")]) == 0
+
+
+def test_loading_starts_from_another_folder_until_the_own_one_has_a_step(prefix: str, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_tiny(prefix, [*LENGTH, "--save", str(first), "--save-interval", "3"])
+    (first / "latest_checkpointed_iteration.txt").write_text("3")
+    run_tiny(prefix, [*LENGTH, "--save", str(second), "--load", str(first)])
+    assert read_curve(second) == read_curve(first)[3:]
+
+
+def test_loading_a_folder_without_a_checkpoint_is_an_error(prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--load .*: no complete checkpoint there; drop the flag"):
+        run_tiny(prefix, [*LENGTH, "--load", str(tmp_path), "--run-dir", str(tmp_path)])
+
+
+def test_a_changed_vocabulary_names_tensor_and_both_shapes(prefix: str, tmp_path: Path) -> None:
+    run_tiny(prefix, [*LENGTH, "--save", str(tmp_path)])
+    with pytest.raises(CheckpointError, match=r"embedding\.weight has shape \(96, 32\) .* and \(144, 32\) in this run"):
+        run_tiny(prefix, [*LENGTH, "--save", str(tmp_path), "--vocab-size", "100"])
+
+
+def test_another_precision_goes_on_from_the_full_weights(prefix: str, tmp_path: Path) -> None:
+    run_tiny(prefix, [*LENGTH, "--save", str(tmp_path), "--bf16"])
+    longer = ["--train-iters", "8", *LENGTH[2:]]
+    assert run_tiny(prefix, [*longer, "--save", str(tmp_path)]) == 0
+    assert read_tensors(tmp_path, 8)["model/embedding.weight"].dtype == torch.float32
+    assert read_curve(tmp_path)[-1][1] < read_curve(tmp_path)[0][1]
+
+
+@pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_a_run_learns(prefix: str, tmp_path: Path, dtype: tuple[str, ...]) -> None:
+    flags = ["--train-iters", "60", "--global-batch-size", "8", "--lr", "1e-2", *dtype]
+    run_tiny(prefix, [*flags, "--micro-batch-size", "8", "--run-dir", str(tmp_path)])
+    losses = [line[1] for line in read_curve(tmp_path)]
+    assert sum(losses[-10:]) / 10 < losses[0] - 1.5
+
+
+def test_a_cut_into_micro_batches_gives_the_same_run(prefix: str, tmp_path: Path) -> None:
+    for micro in (1, 4):
+        flags = [*LENGTH[:4], "--micro-batch-size", str(micro), "--eod-mask-loss"]
+        run_tiny(prefix, [*flags, "--run-dir", str(tmp_path / str(micro))])
+    for one, other in zip(read_curve(tmp_path / "1"), read_curve(tmp_path / "4"), strict=True):
+        assert one[1] == pytest.approx(other[1], abs=2e-5)
+        assert one[2] == pytest.approx(other[2], rel=1e-5)
+
+
+def test_evaluation_does_not_touch_the_training(prefix: str, tmp_path: Path) -> None:
+    with_it, without = tmp_path / "with", tmp_path / "without"
+    common = [*LENGTH, *DROPOUT, "--split", "80,20,0"]
+    run_tiny(prefix, [*common, "--eval-interval", "2", "--eval-iters", "2", "--run-dir", str(with_it)])
+    run_tiny(prefix, [*common, "--run-dir", str(without)])
+    assert [line["iteration"] for line in read_metrics(with_it, "valid_loss")] == [2, 4, 6]
+    assert read_curve(with_it) == read_curve(without)
+
+
+def test_the_log_adds_up_and_carries_full_precision(prefix: str, tmp_path: Path) -> None:
+    run_tiny(prefix, [*LENGTH, "--log-interval", "4", "--save", str(tmp_path), "--save-interval", "2"])
+    lines = read_metrics(tmp_path)
+    assert [line["iteration"] for line in lines] == [4, 6]
+    for line in lines:
+        parts = sum(line[f"{name}_s"] for name in (*PHASES, "other"))
+        assert parts == pytest.approx(line["step_time_s"], rel=1e-9)
+        assert line["other_s"] >= 0
+        assert line["samples_per_s"] == pytest.approx(4 / line["step_time_s"])
+        assert line["tokens_per_s_per_gpu"] == pytest.approx(4 * 16 / line["step_time_s"])
+        assert "mfu" not in line  # the peak of a CPU is not known
+    assert lines[1]["checkpoint_s"] > 0
+    assert [line["num_steps"] for line in lines] == [4, 2]
+
+
+def test_the_log_interval_does_not_change_what_is_logged(prefix: str, tmp_path: Path) -> None:
+    for every in ("1", "3"):
+        run_tiny(prefix, [*LENGTH, "--log-interval", every, "--run-dir", str(tmp_path / every)])
+    assert read_curve(tmp_path / "3") == read_curve(tmp_path / "1")[2::3]
+    mean = read_metrics(tmp_path / "3")[0]["lm_loss_mean"]
+    assert mean == pytest.approx(sum(line[1] for line in read_curve(tmp_path / "1")[:3]) / 3, rel=1e-12)
+
+
+def test_the_tiny_recipe_runs(prefix: str, tmp_path: Path) -> None:
+    recipe = Path(__file__).resolve().parents[3] / "trainer" / "recipes" / "gpt_tiny_cpu.yaml"
+    flags = ["--config", str(recipe), "--train-iters", "2", "--vocab-size", "64", "--run-dir", str(tmp_path)]
+    assert run_tiny(prefix, flags, base=()) == 0
+    assert read_metrics(tmp_path)[-1]["iteration"] == 2
+
+
+def test_the_manifest_records_every_start(prefix: str, tmp_path: Path) -> None:
+    run_tiny(prefix, ["--train-iters", "3", *LENGTH[2:], "--save", str(tmp_path)])
+    run_tiny(prefix, [*LENGTH, "--save", str(tmp_path)])
+    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [start["from_iteration"] for start in starts] == [0, 3]
+    assert starts[1]["config"]["num_steps"] == STEPS
+    assert starts[1]["config"]["model"]["vocab_size"] == 64
+    assert starts[1]["versions"]["torch"] == torch.__version__
+
+
+def test_missing_data_name_both_places(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="nothing_text_document"):
+        run_tiny(str(tmp_path / "nothing"), [*LENGTH, "--run-dir", str(tmp_path)])
+
+
+def test_data_are_found_without_their_suffix(prefix: str, tmp_path: Path) -> None:
+    assert run_tiny(prefix.removesuffix("_text_document"), [*LENGTH, "--run-dir", str(tmp_path)]) == 0
+
+
+def test_an_empty_train_part_is_said(prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the train part of --split 0,1,0 is empty"):
+        run_tiny(prefix, [*LENGTH, "--split", "0,1,0", "--run-dir", str(tmp_path)])
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_training(prefix: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileAccessError, match="cannot be written"):
+        run_tiny(prefix, [*LENGTH, "--save", str(tmp_path / "file" / "d")])
+    with pytest.raises(FileAccessError, match="choose another --run-dir"):
+        run_tiny(prefix, [*LENGTH, "--run-dir", str(tmp_path / "file" / "d")])
+
+
+def write_sidecar(prefix: Path, **tokenizer: object) -> str:
+    """A pair whose sidecar names a tokenizer."""
+    made = write_pair(prefix)
+    own = {"type": "test", "vocab_size": 64, "eod_id": 0, "fingerprint": "f" * 16} | tokenizer
+    Path(f"{made}.json").write_text(json.dumps({"format_version": 1, "tokenizer": own}))
+    return made
+
+
+def test_the_vocabulary_comes_from_the_data(tmp_path: Path) -> None:
+    made = write_sidecar(tmp_path / "d", vocab_size=90)
+    run_tiny(made, [*LENGTH, "--run-dir", str(tmp_path)], base=SHAPE)
+    config = json.loads((tmp_path / "run.json").read_text())["starts"][0]["config"]
+    assert config["model"]["vocab_size"] == 90
+
+
+def test_without_sidecar_and_tokenizer_gpt2_is_assumed_and_said(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_tiny(prefix, ["--train-iters", "1", "--run-dir", str(tmp_path)], base=SHAPE)
+    assert "no sidecar and no tokenizer is named: GPT-2's 50257 tokens are assumed" in capsys.readouterr().out
+
+
+def test_another_tokenizer_than_the_datas_is_refused(tmp_path: Path) -> None:
+    made = write_sidecar(tmp_path / "d")
+    with pytest.raises(TokenizerError, match=r"the data were made with tokenizer test .* drop the tokenizer flags"):
+        run_tiny(made, [*LENGTH, "--tokenizer-type", "GPT2BPETokenizer", "--run-dir", str(tmp_path)])
+
+
+def test_other_data_than_the_checkpoints_are_refused(prefix: str, tmp_path: Path) -> None:
+    run_tiny(prefix, [*LENGTH, "--save", str(tmp_path)])
+    with pytest.raises(CheckpointError, match="seed was 1234 and is 7"):
+        run_tiny(prefix, ["--train-iters", "8", *LENGTH[2:], "--save", str(tmp_path), "--seed", "7"])
+
+
+def test_a_corpus_too_small_for_a_valid_part_trains_without_validation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = write_pair(tmp_path / "d", num_documents=3)
+    run_tiny(made, [*LENGTH, "--split", "969,30,1", "--eval-interval", "2", "--run-dir", str(tmp_path)])
+    assert "no validation: the valid part of --split 969,30,1 is empty" in capsys.readouterr().out
