@@ -99,6 +99,7 @@ class Loader:
             "prefetch": prefetch,
         }
         self._prefetcher: _core.Prefetcher | None = self._start(consumed_samples)
+        self._at_close: tuple[int, dict[str, Any]] = (consumed_samples, {})
 
     def _start(self, consumed_samples: int) -> _core.Prefetcher:
         settings = {**self._settings, "consumed_samples": consumed_samples}
@@ -137,12 +138,13 @@ class Loader:
     @property
     def consumed_samples(self) -> int:
         """Samples that all ranks together have received, once each has received as many batches as this one."""
-        return self._open().consumed_samples
+        return self._at_close[0] if self._prefetcher is None else self._prefetcher.consumed_samples
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, in plain types: what was received counts, what was gathered ahead does not.
 
-        It is the same on every rank, and fits any `dp_size`, `micro_batch_size`, `num_threads` and `prefetch`.
+        It is the same on every rank, and fits any `dp_size`, `micro_batch_size`, `num_threads` and `prefetch`. A closed
+        loader still tells.
         """
         return {
             "version": STATE_VERSION,
@@ -197,13 +199,15 @@ class Loader:
             blocked. `gather_s`: seconds of gathering, added over threads. `request_to_ready_s`: seconds from the moment
             a batch could be gathered until it was ready, added over batches.
         """
-        totals: dict[str, Any] = dict(self._open().totals())
+        totals: dict[str, Any] = dict(self._at_close[1] if self._prefetcher is None else self._prefetcher.totals())
         totals["mean_queue_depth"] = totals.pop("queue_depth") / max(totals["batches"], 1)
         return totals
 
     def close(self) -> None:
-        """Ends the threads. Batches that were received stay valid."""
-        self._prefetcher = None
+        """Ends the threads. Batches received stay valid; `state_dict()` and `stats()` keep their last answer."""
+        if self._prefetcher is not None:
+            self._at_close = (self._prefetcher.consumed_samples, self._prefetcher.totals())
+            self._prefetcher = None
 
     def __enter__(self) -> Loader:
         return self

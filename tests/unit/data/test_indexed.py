@@ -92,6 +92,19 @@ def test_empty_pair_opens(tmp_path: Path) -> None:
     assert (Path(f"{dataset.prefix}.idx").stat().st_size, Path(f"{dataset.prefix}.bin").stat().st_size) == (42, 0)
 
 
+def test_offsets_beyond_32_bits_are_exact(tmp_path: Path) -> None:
+    # A file with a hole: 4 GB long, a few kB on disk.
+    long = 2**31 - 1
+    (tmp_path / "long.idx").write_bytes(index_bytes([long, 3], [0, 1, 2]))
+    with (tmp_path / "long.bin").open("wb") as file:
+        file.seek(2 * long)
+        file.write(TOKENS[:3].tobytes())
+    dataset = IndexedDataset(tmp_path / "long")
+    assert dataset.num_tokens == long + 3
+    assert dataset[1].tolist() == [10, 11, 12]
+    assert (len(dataset[0]), int(dataset[0][-1])) == (long, 0)
+
+
 def test_prefix_with_text_document_is_found(tmp_path: Path) -> None:
     prefix = write_documents(tmp_path / "corpus_text_document", [[1]])
     for spelling in ("corpus", "corpus_text_document", "corpus_text_document.idx", "corpus_text_document.bin"):

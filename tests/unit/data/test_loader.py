@@ -227,10 +227,12 @@ def test_memory_is_reused_only_when_nobody_holds_it(dataset: GPTDataset) -> None
 def test_closed_loader_says_so(dataset: GPTDataset) -> None:
     with Loader(dataset, 2) as loader:
         next(loader)
+        state, stats = loader.state_dict(), loader.stats()
     loader.close()
-    for use in (loader.__next__, loader.state_dict, loader.stats):
+    for use in (loader.__next__, lambda: loader.load_state_dict(state)):
         with pytest.raises(ConfigError, match="this loader is closed"):
             use()
+    assert (loader.state_dict(), loader.stats()) == (state, stats), "where it stood is still known"
 
 
 def test_threads_end_with_the_loader(dataset: GPTDataset) -> None:
