@@ -19,6 +19,10 @@ use crate::stats::Totals;
 const SPARE_BUFFERS: usize = 4;
 /// Batches that may be gathered ahead.
 const MAX_DEPTH: usize = 1 << 16;
+/// A consumer that would have to wait gathers a batch itself while that takes less than this. Going to sleep and being
+/// woken costs as much as gathering a small batch; where gathering is slow, the batch at the front should not wait for
+/// another.
+const HELP_BELOW: Duration = Duration::from_micros(500);
 
 /// How batches are gathered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -241,6 +245,8 @@ struct Queue {
     places: VecDeque<Place>,
     consumer_waits: bool,
     idle_workers: usize,
+    /// Time that the latest batch took to gather.
+    last_gather: Option<Duration>,
 }
 
 struct Place {
@@ -262,6 +268,7 @@ impl Queue {
             places: (0..depth).map(|_| Place { requested: now, result: None }).collect(),
             consumer_waits: false,
             idle_workers: 0,
+            last_gather: None,
         }
     }
 
@@ -289,6 +296,10 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn has_room(&self, queue: &Queue) -> bool {
+        queue.next_claimed < self.plan.num_batches().min(queue.next_received + self.depth)
+    }
+
     /// A worker's life: claim the next batch that has a place, gather it, put it there.
     fn work(&self) {
         let mut queue = self.lock();
@@ -296,27 +307,36 @@ impl Shared {
             if self.is_stopped.load(Ordering::Relaxed) || queue.next_claimed == self.plan.num_batches() {
                 return;
             }
-            if queue.next_claimed == queue.next_received + self.depth {
+            if !self.has_room(&queue) {
                 queue.idle_workers += 1;
                 queue = self.room.wait(queue).unwrap_or_else(PoisonError::into_inner);
                 queue.idle_workers -= 1;
                 continue;
             }
-            let batch = queue.next_claimed;
-            queue.next_claimed += 1;
-            drop(queue);
-            let result = self.gather(batch);
-            queue = self.lock();
-            // The consumer cannot have passed a batch that is not there yet.
-            let place = (batch - queue.next_received) as usize;
-            let place = &mut queue.places[place];
-            let requested = place.requested;
-            place.result = Some(result.map(|gathered| Gathered { request_to_ready: requested.elapsed(), ..gathered }));
-            if queue.consumer_waits && batch == queue.next_received {
-                queue.consumer_waits = false;
-                self.ready.notify_one();
-            }
+            queue = self.gather_next(queue);
         }
+    }
+
+    /// Claims the next batch, gathers it without the lock, and puts it into its place.
+    fn gather_next<'a>(&'a self, mut queue: MutexGuard<'a, Queue>) -> MutexGuard<'a, Queue> {
+        let batch = queue.next_claimed;
+        queue.next_claimed += 1;
+        drop(queue);
+        let result = self.gather(batch);
+        let mut queue = self.lock();
+        // The consumer cannot have passed a batch that is not there yet.
+        let place = (batch - queue.next_received) as usize;
+        let place = &mut queue.places[place];
+        let requested = place.requested;
+        place.result = Some(result.map(|gathered| Gathered { request_to_ready: requested.elapsed(), ..gathered }));
+        if let Some(Ok(gathered)) = &place.result {
+            queue.last_gather = Some(gathered.gather);
+        }
+        if queue.consumer_waits && batch == queue.next_received {
+            queue.consumer_waits = false;
+            self.ready.notify_one();
+        }
+        queue
     }
 
     /// Takes the batch at the front, and says how many lay ready when it was asked for.
@@ -326,6 +346,14 @@ impl Shared {
         if queue_depth == 0 {
             if patience.is_zero() {
                 return Ok((None, 0));
+            }
+            let asked = Instant::now();
+            while queue.places[0].result.is_none()
+                && self.has_room(&queue)
+                && queue.last_gather.is_some_and(|took| took < HELP_BELOW)
+                && asked.elapsed() < patience
+            {
+                queue = self.gather_next(queue);
             }
             queue.consumer_waits = true;
             let is_missing = |queue: &mut Queue| queue.places[0].result.is_none();
