@@ -47,4 +47,7 @@ def say_early(message: str, *, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before the run began, which says more
+        sys.exit(130)

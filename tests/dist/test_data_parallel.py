@@ -68,12 +68,10 @@ def run_steps(mesh: Mesh, micro: int, eod_id: int | None, *flags: str) -> dict[s
     model = build_model(config, mesh)
     optimizer = AdamW(model.gradients.parameters, config.optim)
     clock = Clock(mesh.device)
-    feed = Feed(ListLoader(micro, mesh), mesh.device, clock, eod_id=eod_id)  # type: ignore[arg-type]
+    feed = Feed(ListLoader(micro, mesh), mesh.device, clock, vocab_size=64, eod_id=eod_id)  # type: ignore[arg-type]
     losses, norms, grads = [], [], {}
     for step in range(STEPS):
-        count = config.step.num_micro_batches
-        assert count is not None
-        report = train_step(model, optimizer, feed, mesh, clock, lr=1e-3, clip_grad=1.0, num_micro_batches=count)
+        report = train_step(model, optimizer, feed, mesh, clock, config, lr=1e-3)
         losses.append(report.loss.item())
         norms.append(report.grad_norm.item())
         if step == 0:

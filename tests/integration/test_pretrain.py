@@ -152,6 +152,19 @@ def test_sigterm_saves_the_step_and_ends_with_its_own_code(prefix: str, tmp_path
     assert read_metrics(tmp_path)[-1]["iteration"] == step
 
 
+@pytest.mark.dist
+def test_sigterm_to_the_launcher_saves_once_and_the_run_goes_on(prefix: str, tmp_path: Path) -> None:
+    flags = [*TINY, *LENGTH[2:], "--data-path", prefix, "--train-iters", "100000", "--save", str(tmp_path)]
+    process = start(TORCHRUN, flags)
+    wait_for_line(process, "iteration 5/")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    step = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert out.count(f"stopped by SIGTERM after iteration {step}") == 1
+    assert list_errors(err) == []
+    assert read_metrics(tmp_path)[-1]["iteration"] == step
+
+
 def test_ctrl_c_is_one_sentence(prefix: str, tmp_path: Path) -> None:
     flags = [*TINY, *LENGTH[2:], "--data-path", prefix, "--train-iters", "100000", "--run-dir", str(tmp_path)]
     process = start(PLAIN, flags)
@@ -159,7 +172,7 @@ def test_ctrl_c_is_one_sentence(prefix: str, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.splitlines() == ["error: interrupted; the same command goes on from the last checkpoint"]
+    assert err.splitlines() == ["error: interrupted; nothing was saved: give --save to be able to go on"]
 
 
 @pytest.mark.dist

@@ -45,7 +45,7 @@ def measure(pause_s: float, num_products: int) -> dict[str, float]:
     """Seconds by phase of 10 steps, each a pause of the loader and some matrix products on the device."""
     device = torch.device("cuda", 0)
     clock = Clock(device)
-    feed = Feed(PausingLoader(pause_s), device, clock)  # type: ignore[arg-type]
+    feed = Feed(PausingLoader(pause_s), device, clock, vocab_size=10, eod_id=None)  # type: ignore[arg-type]
     matrix = torch.randn(4096, 4096, device=device)
     for _ in range(2):
         clock.collect()
@@ -66,7 +66,7 @@ def test_a_slow_source_is_data_wait() -> None:
 def test_a_slow_source_hidden_behind_compute_is_none() -> None:
     seconds = measure(0.005, 40)
     assert seconds["host_wait"] > 0.05
-    assert seconds[DATA_WAIT] < 0.1 * seconds["host_wait"]
+    assert seconds[DATA_WAIT] < 0.008  # the first step's only: reading the log left the device with nothing to do
     assert seconds[COMPUTE] > 0.1
 
 

@@ -204,7 +204,7 @@ def test_without_sidecar_and_tokenizer_gpt2_is_assumed_and_said(
 def test_another_tokenizer_than_the_datas_is_refused(tmp_path: Path) -> None:
     made = write_sidecar(tmp_path / "d")
     with pytest.raises(TokenizerError, match=r"the data were made with tokenizer test .* drop the tokenizer flags"):
-        run_tiny(made, [*LENGTH, "--tokenizer-type", "GPT2BPETokenizer", "--run-dir", str(tmp_path)])
+        run_tiny(made, [*LENGTH, "--tokenizer-type", "GPT2BPETokenizer", "--run-dir", str(tmp_path)], base=SHAPE)
 
 
 def test_other_data_than_the_checkpoints_are_refused(prefix: str, tmp_path: Path) -> None:
@@ -219,3 +219,17 @@ def test_a_corpus_too_small_for_a_valid_part_trains_without_validation(
     made = write_pair(tmp_path / "d", num_documents=3)
     run_tiny(made, [*LENGTH, "--split", "969,30,1", "--eval-interval", "2", "--run-dir", str(tmp_path)])
     assert "no validation: the valid part of --split 969,30,1 is empty" in capsys.readouterr().out
+
+
+def test_a_changed_batch_goes_on_at_the_same_sample(prefix: str, tmp_path: Path) -> None:
+    run_tiny(prefix, [*LENGTH, "--save", str(tmp_path)])
+    wider = ["--train-iters", "8", "--global-batch-size", "8", "--lr-decay-samples", "100"]
+    run_tiny(prefix, [*wider, "--save", str(tmp_path)])
+    assert [line[4] for line in read_curve(tmp_path)[-2:]] == [32, 40]
+    assert read_curve(tmp_path)[-1][3] == pytest.approx(1e-3 * (1 - 40 / 100))
+
+
+def test_a_vocabulary_smaller_than_the_datas_is_refused(tmp_path: Path) -> None:
+    made = write_sidecar(tmp_path / "d", vocab_size=90)
+    with pytest.raises(ConfigError, match="--vocab-size 64 is less than the 90 tokens of the data's tokenizer"):
+        run_tiny(made, [*LENGTH, "--run-dir", str(tmp_path)])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaflow.errors import ConfigError
+from megaflow.errors import ConfigError, DataFormatError
 from megaflow_trainer.training.clock import COMPUTE, DATA_WAIT, EVAL, PHASES, Clock
 from megaflow_trainer.training.feed import Feed
 from megaflow_trainer.training.metrics import format_line
@@ -30,14 +30,14 @@ class SlowLoader:
         rows = next(self.batches)
 
         class Batch:
-            tokens, labels = rows[:, :-1], rows[:, 1:]
+            tokens, labels, sample_ids = rows[:, :-1], rows[:, 1:], np.arange(2)
 
         return Batch
 
 
 def test_a_slow_source_is_data_wait_and_nothing_else() -> None:
     clock = Clock(CPU)
-    feed = Feed(SlowLoader(0.05), CPU, clock)  # type: ignore[arg-type]
+    feed = Feed(SlowLoader(0.05), CPU, clock, vocab_size=10, eod_id=None)  # type: ignore[arg-type]
     for _ in range(3):
         feed.next()
         with clock.phase(COMPUTE):
@@ -60,7 +60,7 @@ def test_collecting_starts_anew() -> None:
 
 
 def test_predictions_at_the_end_of_a_document_do_not_count() -> None:
-    feed = Feed(SlowLoader(0.0), CPU, Clock(CPU), eod_id=6)  # type: ignore[arg-type]
+    feed = Feed(SlowLoader(0.0), CPU, Clock(CPU), vocab_size=10, eod_id=6)  # type: ignore[arg-type]
     batch = feed.next()
     assert batch.tokens.tolist() == [[0, 1, 2, 3], [5, 6, 7, 8]]
     assert batch.labels.tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
@@ -70,9 +70,15 @@ def test_predictions_at_the_end_of_a_document_do_not_count() -> None:
 
 
 def test_data_that_end_too_early_are_one_sentence() -> None:
-    feed = Feed(SlowLoader(0.0, count=1), CPU, Clock(CPU))  # type: ignore[arg-type]
+    feed = Feed(SlowLoader(0.0, count=1), CPU, Clock(CPU), vocab_size=10, eod_id=None)  # type: ignore[arg-type]
     feed.next()
     with pytest.raises(ConfigError, match="the data end before the run does"):
+        feed.next()
+
+
+def test_a_token_outside_the_vocabulary_is_said_with_its_samples() -> None:
+    feed = Feed(SlowLoader(0.0), CPU, Clock(CPU), vocab_size=9, eod_id=None)  # type: ignore[arg-type]
+    with pytest.raises(DataFormatError, match=r"token 9 in one of samples \[0, 1\] is outside the vocabulary of 9"):
         feed.next()
 
 

@@ -113,7 +113,7 @@ class DataConfig:
     order: str = "single"
     """Sampler: single or cyclic. Samples are already shuffled and repeated, so both read the same order."""
     num_threads: int = 1
-    """Threads that gather batches ahead of need."""
+    """Threads that gather batches ahead of need; 0 gathers each batch when it is asked for."""
     prefetch: int = 4
     """Micro-batches held ready ahead of need."""
     eod_mask_loss: bool = False

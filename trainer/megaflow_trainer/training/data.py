@@ -64,7 +64,7 @@ def build_loader(dataset: GPTDataset, config: TrainConfig, mesh: Mesh) -> Loader
         config.step.sizes.micro_batch_size,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
-        num_threads=max(1, config.data.num_threads),
+        num_threads=config.data.num_threads,
         prefetch=config.data.prefetch,
     )
 
@@ -90,9 +90,14 @@ def _read_vocabulary(prefix: str, config: TrainConfig) -> tuple[int, int | None,
     notes = []
     if sidecar is None and not named and config.model.vocab_size is None:
         notes = [f"{prefix} has no sidecar and no tokenizer is named: GPT-2's {found['vocab_size']} tokens are assumed"]
+    asked, known = config.model.vocab_size, found.get("vocab_size", 0)
+    if asked is not None and asked < known and (sidecar is not None or named):
+        raise ConfigError(
+            f"--vocab-size {asked} is less than the {known} tokens of the data's tokenizer; drop the flag"
+        )
     if config.data.eod_mask_loss and found.get("eod_id") is None:
         raise ConfigError("--eod-mask-loss needs an end-of-document token, and this tokenizer has none; drop the flag")
-    return config.model.vocab_size or found["vocab_size"], found.get("eod_id"), notes
+    return asked or known, found.get("eod_id"), notes
 
 
 def _names_tokenizer(data: DataConfig) -> bool:

@@ -29,6 +29,10 @@ class FaultBoard:
             if self._read_first() != message:
                 print(f"error on rank {self.rank}: {message}", file=sys.stderr, flush=True)
 
+    def mark(self) -> None:
+        """Let the other ranks know that this one leaves with an error of its own, which it shows itself."""
+        self._leave("")
+
     def has_any(self) -> bool:
         """Whether some rank has left a fault: then a broken connection here is only its echo."""
         if self.store is None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megaflow import Loader
-from megaflow.errors import ConfigError
+from megaflow.errors import ConfigError, DataFormatError
 from megaflow_trainer.training.clock import DATA_WAIT, Clock
 
 
@@ -28,10 +28,13 @@ class DeviceBatch:
 class Feed:
     """Takes batches from a loader to a device. With `eod_id`, predictions made at that token do not count."""
 
-    def __init__(self, loader: Loader, device: torch.device, clock: Clock, *, eod_id: int | None = None) -> None:
+    def __init__(
+        self, loader: Loader, device: torch.device, clock: Clock, *, vocab_size: int, eod_id: int | None
+    ) -> None:
         self.loader = loader
         self.device = device
         self.clock = clock
+        self.vocab_size = vocab_size
         self.eod_id = eod_id
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -40,6 +43,7 @@ class Feed:
 
         Raises:
             ConfigError: if the data end before the run does.
+        DataFormatError: if a token is outside the vocabulary.
         """
         if self.stream is None:
             with self.clock.phase(DATA_WAIT):
@@ -60,6 +64,12 @@ class Feed:
         except StopIteration:
             raise ConfigError("the data end before the run does; lower --train-iters or --eval-iters") from None
         self.clock.host_wait_s += time.perf_counter() - start
+        largest = max(int(batch.tokens.max()), int(batch.labels.max()))
+        if largest >= self.vocab_size:
+            raise DataFormatError(
+                f"token {largest} in one of samples {batch.sample_ids.tolist()} is outside the vocabulary of "
+                f"{self.vocab_size} tokens; name the tokenizer that the data were made with, or a larger --vocab-size"
+            )
         mask = None if self.eod_id is None else (batch.tokens != self.eod_id).astype(np.float32)
         return batch.tokens, batch.labels, mask
 

@@ -10,7 +10,7 @@ from megaflow.errors import MegaflowError
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.mesh import Launch, build_mesh, choose_device, start_group
 from megaflow_trainer.training.faults import FaultBoard
-from megaflow_trainer.training.run import train
+from megaflow_trainer.training.run import describe_restart, train
 
 EXIT_FAULT, EXIT_INTERRUPTED = 1, 130
 
@@ -28,12 +28,13 @@ def launch(config: TrainConfig, notes: Sequence[str], *, rank: int, world_size: 
         board.report(str(error))
         return EXIT_FAULT
     except KeyboardInterrupt:
-        board.report("interrupted; the same command goes on from the last checkpoint")
+        board.report("interrupted; " + describe_restart(config))
         return EXIT_INTERRUPTED
-    except RuntimeError:
-        if not board.has_any():
-            raise
-        return EXIT_FAULT  # a connection broke because another rank left, which has said why
+    except Exception as error:  # a fault of the program itself: it is raised again, unless it is another rank's echo
+        if isinstance(error, RuntimeError) and board.has_any():
+            return EXIT_FAULT  # a connection broke because another rank left, which has said why
+        board.mark()
+        raise
     if world_size > 1:
         dist.destroy_process_group()
     return code

@@ -46,31 +46,22 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
         state = TrainState(model=model, optimizer=optimizer, loader=loader, data_fingerprint=data.train.fingerprint)
         start = resume_or_start(config, state, mesh)
         introduce(config, mesh, start, data.train.fingerprint, [*notes, *data.notes])
-        clock = Clock(mesh.device)
-        feed = Feed(loader, mesh.device, clock, eod_id=data.eod_id)
+        consumed, clock = loader.state_dict()["consumed_samples"], Clock(mesh.device)
+        feed = Feed(loader, mesh.device, clock, vocab_size=data.vocab_size, eod_id=data.eod_id)
         with StopVote(mesh) as stop, MetricsLog(config, mesh, clock) as log:
             for step in range(start + 1, config.last_step + 1):
-                consumed = step * config.step.sizes.global_batch_size
-                report = train_step(
-                    model,
-                    optimizer,
-                    feed,
-                    mesh,
-                    clock,
-                    lr=schedule.lr_at(consumed),
-                    clip_grad=config.optim.clip_grad,
-                    num_micro_batches=config.step.sizes.num_micro_batches,
-                )
+                consumed += config.step.sizes.global_batch_size
+                report = train_step(model, optimizer, feed, mesh, clock, config, lr=schedule.lr_at(consumed))
                 log.write(step, consumed, report)
-                if data.valid is not None and is_due(step, config.eval.every, config.last_step):
+                if data.valid and is_due(step, config.eval.every, config.last_step):
                     with clock.phase(EVAL):
-                        log.write_validation(step, evaluate(model, data.valid, config, mesh, eod_id=data.eod_id))
+                        log.write_validation(step, evaluate(model, data, config, mesh))
                 is_stopping = stop.is_agreed()
                 if config.checkpoint.save and (is_stopping or is_due(step, config.checkpoint.every, config.last_step)):
                     with clock.phase(CHECKPOINT):
                         save_checkpoint(config, step, state, mesh)
                 if is_stopping:
-                    say(mesh, f" stopped by SIGTERM after iteration {step}; the same command goes on from there")
+                    say(mesh, f" stopped by SIGTERM after iteration {step}; {describe_restart(config)}")
                     return EXIT_STOPPED
     return 0
 
@@ -78,6 +69,13 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
 def is_due(step: int, every: int | None, last: int) -> bool:
     """Whether something done every `every` steps and after the last one is done now; 0 means never."""
     return every != 0 and (step == last or (every is not None and step % every == 0))
+
+
+def describe_restart(config: TrainConfig) -> str:
+    """What starting the run again will do."""
+    if config.checkpoint.save is None:
+        return "nothing was saved: give --save to be able to go on"
+    return f"the same command goes on from the last checkpoint in {config.checkpoint.save}"
 
 
 def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:

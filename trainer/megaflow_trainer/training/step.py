@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.optim.adamw import AdamW
 from megaflow_trainer.optim.clip import clip_factor
 from megaflow_trainer.parallel.apply import ParallelModel
@@ -31,10 +32,9 @@ def train_step(
     feed: Feed,
     mesh: Mesh,
     clock: Clock,
+    config: TrainConfig,
     *,
     lr: float,
-    clip_grad: float,
-    num_micro_batches: int,
 ) -> StepReport:
     """Train on one global batch.
 
@@ -45,19 +45,20 @@ def train_step(
     model.module.train()
     model.gradients.zero()
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # sum of losses, tokens that count
-    for _ in range(num_micro_batches):
+    for _ in range(config.step.sizes.num_micro_batches):
         batch = feed.next()
         with clock.phase(COMPUTE):
             loss_sum = sum_losses(model, batch)
             loss_sum.backward()
-            totals += torch.stack([loss_sum.detach().double(), totals.new_tensor(batch.num_tokens)])
+            totals[0].add_(loss_sum.detach())
+            totals[1].add_(batch.num_tokens)  # a scalar: a tensor made of it would wait for the device
     with clock.phase(COMMUNICATION):
         sum_over(totals, mesh.dp_group)
         model.gradients.reduce()
     with clock.phase(OPTIMIZER):
         num_tokens = totals[1].clamp(min=1)
         grad_norm = model.gradients.norm() / num_tokens
-        model.gradients.scale((clip_factor(grad_norm, clip_grad) / num_tokens).float())
+        model.gradients.scale((clip_factor(grad_norm, config.optim.clip_grad) / num_tokens).float())
         optimizer.step(lr)
     return StepReport(totals[0] / num_tokens, grad_norm, lr)
 
