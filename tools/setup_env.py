@@ -320,7 +320,8 @@ def build_extension(environment: Environment) -> None:
     drop_stamp(environment, "extension")
     say("building the extension megaflow._core with cargo (the first time: crates from the network, 3 to 6 minutes)")
     start = time.monotonic()
-    environment.run(environment.python, "-m", "maturin", "develop", "--release")
+    # maturin calls pip, which would list every package that is there already.
+    environment.run("env", "PIP_QUIET=1", environment.python, "-m", "maturin", "develop", "--release")
     say(f"built in {time.monotonic() - start:.0f} s")
     write_stamp(environment, "extension", {**stamp, "module": built_module()})
 
