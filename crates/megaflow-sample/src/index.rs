@@ -401,6 +401,15 @@ mod tests {
     }
 
     #[test]
+    fn kept_partial_samples_are_counted_in_float32() {
+        let step = 1 << 24;
+        let config = IndexConfig { keep_partial: true, seq_len: step, ..CONFIG };
+        // One token more than 100 samples: float32 does not see it.
+        assert_eq!(build(&[100 * step as i32 + 2], config).shuffle_index.len(), 100);
+        assert_eq!(build(&[100 * step as i32 + 1000], config).shuffle_index.len(), 101);
+    }
+
+    #[test]
     fn too_few_tokens_for_a_sample_repeat() {
         let index = build(&[2, 1], IndexConfig { num_samples: Some(3), ..CONFIG });
         assert_eq!((index.num_epochs, index.document_index.len()), (5, 10));

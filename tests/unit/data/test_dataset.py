@@ -82,6 +82,27 @@ def test_all_splits_equal_the_oracle(
             np.testing.assert_array_equal(dataset.tokens(index), expected.tokens(documents, index))
 
 
+def test_last_epoch_is_separate_below_four_fifths_exactly(tmp_path: Path) -> None:
+    lengths = [7, 50, 0, 44]  # 101 tokens: 100 samples of one token an epoch
+    data = IndexedDataset(write_documents(tmp_path / "d", documents_of(lengths)))
+    for num_samples in range(101, 202):
+        dataset = GPTDataset(data, seq_len=1, num_samples=num_samples)
+        expected = Index(lengths, 0, 4, seq_len=1, num_samples=num_samples, seed=1234)
+        assert (dataset.num_epochs, dataset.separate_last_epoch) == (2, num_samples < 100 + 80)
+        assert dataset.separate_last_epoch == expected.separate_last_epoch
+        np.testing.assert_array_equal(dataset.shuffle_index, expected.shuffle_index)
+
+
+def test_halves_of_a_split_round_to_even(tmp_path: Path) -> None:
+    for num_sequences in range(1, 30):
+        data = IndexedDataset(write_documents(tmp_path / "d", [[1, 2]] * num_sequences))
+        for split in ("1,1", "1,1,2", "3,2,3"):
+            for name, sequences in zip(("train", "valid", "test"), split_ranges(split, num_sequences), strict=True):
+                dataset = GPTDataset(data, seq_len=1, split=split, split_name=name)
+                low, high = sequences or (0, 0)
+                assert sorted(dataset.document_index.tolist()) == list(range(low, high))
+
+
 def test_oracle_would_notice_another_seed(corpus: Path) -> None:
     # Negative control of the comparison above.
     expected = Index([21] * 10, 0, 10, seq_len=8, num_samples=None, seed=1)
