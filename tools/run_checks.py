@@ -55,7 +55,18 @@ def slow_steps(python: str) -> list[Step]:
         Step("mypy", ["mypy"]),
         Step(
             "clippy",
-            ["cargo", "clippy", "--workspace", "--all-targets", "--all-features", "--quiet", "--", "-D", "warnings"],
+            [
+                "cargo",
+                "clippy",
+                "--workspace",
+                "--all-targets",
+                "--all-features",
+                "--keep-going",
+                "--quiet",
+                "--",
+                "-D",
+                "warnings",
+            ],
         ),
         Step(
             "stub of megaflow._core",
