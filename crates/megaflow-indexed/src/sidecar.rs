@@ -73,16 +73,22 @@ pub struct TokenizerFile {
     pub sha256: String,
 }
 
-/// An input.
+/// An input, or the range of one that a shard has read.
 #[derive(Debug, Clone, Serialize)]
 pub struct SourceRecord {
     /// As it was named.
     pub path: String,
-    /// Its size.
-    pub bytes: u64,
-    /// XXH3-128 of its bytes.
-    pub xxh3_128: String,
-    /// Records: lines that are not blank.
+    /// `jsonl`, `parquet` and so on.
+    pub format: String,
+    /// For a shard that read only the lines that begin in a range of bytes: the range.
+    pub range: Option<[u64; 2]>,
+    /// Size and hashes of what was read of it.
+    pub content: FileRecord,
+    /// What the hashes cover: `all`, or `last MiB` for Parquet and Arrow files, whose footer names all else.
+    pub hashed: String,
+    /// Lines or rows, blank ones included.
+    pub num_lines: u64,
+    /// Records: lines that are not blank, or rows.
     pub num_records: u64,
     /// Documents that came from it.
     pub num_documents: u64,
@@ -90,13 +96,13 @@ pub struct SourceRecord {
     pub first_document: u64,
     /// Records that became no document.
     pub num_rejected: u64,
-    /// Lines without a document (blank or rejected) as runs of `[first line, count]`, lines counted from 1: with it,
-    /// the line of a document follows from its number.
+    /// Lines or rows without a document (blank or rejected) as runs of `[first, count]`, counted from 1: with it, the line of a
+    /// document follows from its number.
     pub lines_without_document: Vec<[u64; 2]>,
 }
 
 /// A file of the pair.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct FileRecord {
     /// Its size.
     pub bytes: u64,

@@ -10,33 +10,67 @@ pub enum SourceError {
         /// What was asked for.
         path: PathBuf,
     },
-    /// The input is a folder or another thing that is not a file.
-    #[error("{}: expected a file of JSON lines, found a folder; name its files", .path.display())]
-    Folder {
-        /// What was asked for.
-        path: PathBuf,
+    /// A folder or pattern matches nothing.
+    #[error("{what}: no input files; {detail}")]
+    NothingFound {
+        /// Folder, pattern or list.
+        what: String,
+        /// What was looked for.
+        detail: String,
     },
-    /// The system refused to read on.
-    #[error("{}: reading failed at byte {offset}: {source}", .path.display())]
+    /// The system refused to read on, or the compressed stream is damaged.
+    #[error("{}: reading failed after {offset} bytes: {source}", .path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// Bytes read before.
+        /// Bytes of text or of file read before.
         offset: u64,
-        /// What the system said.
+        /// What the system or the decoder said.
         source: std::io::Error,
     },
-    /// The content is of a kind that is not read.
-    #[error("{}: expected JSON lines, found {kind}; convert it to JSON lines first", .path.display())]
-    UnsupportedContent {
+    /// A Parquet or Arrow file is damaged.
+    #[error("{}: damaged {format} data after {rows} rows: {detail}", .path.display())]
+    Columnar {
         /// The file.
         path: PathBuf,
-        /// What its first bytes say.
-        kind: &'static str,
+        /// Parquet, Arrow file, Arrow stream.
+        format: &'static str,
+        /// Rows read before.
+        rows: u64,
+        /// What the reader said.
+        detail: String,
+    },
+    /// A column is missing.
+    #[error("{}: no column {key:?}; the columns are {columns}; name the column of the text with --json-keys", .path.display())]
+    MissingColumn {
+        /// The file.
+        path: PathBuf,
+        /// What was asked for.
+        key: String,
+        /// What there is.
+        columns: String,
+    },
+    /// A column does not hold text.
+    #[error("{}: column {key:?} is {found}; expected strings or lists of strings", .path.display())]
+    ColumnKind {
+        /// The file.
+        path: PathBuf,
+        /// The column.
+        key: String,
+        /// Its type.
+        found: String,
+    },
+    /// The input must be read out of order, and cannot be.
+    #[error("{}: {format} data cannot be read from a pipe or a compressed file; give the plain file", .path.display())]
+    NotSeekable {
+        /// The input.
+        path: PathBuf,
+        /// Format.
+        format: &'static str,
     },
     /// A line is longer than the limit.
     #[error(
-        "{}: line {line} (byte {offset}) is longer than the limit of {limit} bytes; raise the limit or split the document",
+        "{}: line {line} (byte {offset}) is longer than the limit of {limit} bytes; split the document",
         .path.display()
     )]
     LineTooLong {
@@ -48,5 +82,13 @@ pub enum SourceError {
         offset: u64,
         /// Bytes that a line may have.
         limit: usize,
+    },
+    /// The input is not what it was when the job began.
+    #[error("{}: the input changed while the job was interrupted ({detail}); start again without the journal", .path.display())]
+    Changed {
+        /// The input.
+        path: PathBuf,
+        /// What differs.
+        detail: String,
     },
 }

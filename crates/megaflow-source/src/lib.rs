@@ -1,13 +1,27 @@
 //! Input files to records, each with its origin.
 //!
-//! A [`BlockReader`] cuts a file into blocks that end at a line end; [`parse_block`] turns a block into records. The
-//! two steps are apart so that one thread reads while many parse.
+//! A [`SourceReader`] turns an input of any kind into blocks of whole records; [`parse_block`] turns a block into records.
+//! The two steps are apart so that one thread reads while many parse.
 #![forbid(unsafe_code)]
 
+mod access;
 mod block;
+mod columns;
+mod content;
+mod decode;
+mod discover;
 mod error;
+mod json;
+mod lines;
 mod record;
+mod rows;
+mod source;
 
-pub use block::{Block, BlockReader, ContentHash};
+pub use access::{ContentHash, HASH_BLOCK_BYTES, RandomAccess};
+pub use block::{Block, BlockBody, Keys, Place, Position};
+pub use columns::TextColumn;
+pub use content::{Compression, Format};
+pub use discover::discover;
 pub use error::SourceError;
-pub use record::{Field, LineOutcome, Reject, RejectReason, parse_block};
+pub use record::{Field, Outcome, ParseOptions, Reject, RejectReason, parse_block};
+pub use source::{ReadOptions, Resume, Source, SourceReader};

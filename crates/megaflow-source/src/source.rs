@@ -1,0 +1,340 @@
+//! One input, whatever it is, as a run of blocks.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use arrow_array::RecordBatchReader;
+
+use crate::SourceError;
+use crate::access::{ContentHash, HASH_BLOCK_BYTES, HashingReader, LocalFile, RandomAccess, read_full};
+use crate::block::{Block, BlockBody, Keys, Position};
+use crate::content::{Compression, Format, container_of, name_warning};
+use crate::decode::Decoded;
+use crate::lines::{BOM, LineRange, LineReader};
+use crate::rows::RowReader;
+
+/// Bytes at the start of an input that tell what it is.
+const HEAD_BYTES: u64 = 16;
+
+/// An input that was named but not opened yet.
+#[derive(Clone)]
+pub struct Source {
+    name: PathBuf,
+    kind: Kind,
+}
+
+#[derive(Clone)]
+enum Kind {
+    File,
+    Stdin,
+    Remote(Arc<dyn RandomAccess>),
+    Batches(Arc<Mutex<Option<Box<dyn RecordBatchReader + Send>>>>),
+}
+
+/// How an input is read.
+#[derive(Debug, Clone)]
+pub struct ReadOptions {
+    /// The keys that hold text.
+    pub keys: Keys,
+    /// What the input is; `None` lets its first bytes decide.
+    pub format: Option<Format>,
+    /// Bytes of one block, about.
+    pub block_bytes: usize,
+}
+
+/// Where a job that was interrupted goes on in an input.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Resume {
+    /// The place behind the last block that is durable.
+    pub position: Position,
+    /// Hashes of the file's bytes up to there.
+    pub content: ContentHash,
+}
+
+impl Source {
+    /// A local file or pipe.
+    pub fn file(path: PathBuf) -> Self {
+        Self { name: path, kind: Kind::File }
+    }
+
+    /// Standard input.
+    pub fn stdin() -> Self {
+        Self { name: PathBuf::from("-"), kind: Kind::Stdin }
+    }
+
+    /// An object of a remote file system.
+    pub fn remote(name: PathBuf, access: Arc<dyn RandomAccess>) -> Self {
+        Self { name, kind: Kind::Remote(access) }
+    }
+
+    /// Record batches that somebody else makes; they can be read once.
+    pub fn batches(name: PathBuf, reader: Box<dyn RecordBatchReader + Send>) -> Self {
+        Self { name, kind: Kind::Batches(Arc::new(Mutex::new(Some(reader)))) }
+    }
+
+    /// The name under which it is reported.
+    pub fn name(&self) -> &Path {
+        &self.name
+    }
+
+    /// Whether a second job could read it again from the start.
+    pub fn is_repeatable(&self) -> bool {
+        match &self.kind {
+            Kind::File => std::fs::metadata(&self.name).is_ok_and(|metadata| metadata.is_file()),
+            Kind::Remote(_) => true,
+            Kind::Stdin | Kind::Batches(_) => false,
+        }
+    }
+
+    /// Its size, where it is known before reading.
+    ///
+    /// # Errors
+    /// [`SourceError::Missing`], [`SourceError::Io`] for a file.
+    pub fn size_bytes(&self) -> Result<Option<u64>, SourceError> {
+        match &self.kind {
+            Kind::File => {
+                let metadata = std::fs::metadata(&self.name).map_err(|source| self.io(0, source))?;
+                if metadata.is_dir() {
+                    let source = io::Error::new(io::ErrorKind::IsADirectory, "it is a folder");
+                    return Err(self.io(0, source));
+                }
+                Ok(metadata.is_file().then_some(metadata.len()))
+            }
+            Kind::Remote(access) => Ok(Some(access.size_bytes())),
+            Kind::Stdin | Kind::Batches(_) => Ok(None),
+        }
+    }
+
+    fn io(&self, offset: u64, source: io::Error) -> SourceError {
+        match source.kind() {
+            io::ErrorKind::NotFound => SourceError::Missing { path: self.name.clone() },
+            _ => SourceError::Io { path: self.name.clone(), offset, source },
+        }
+    }
+
+    /// The input as something that can be read anywhere, or as a stream.
+    fn open_bytes(&self) -> Result<Opened, SourceError> {
+        match &self.kind {
+            Kind::File => {
+                let file = File::open(&self.name).map_err(|source| self.io(0, source))?;
+                let metadata = file.metadata().map_err(|source| self.io(0, source))?;
+                if !metadata.is_file() {
+                    return Ok(Opened::Stream(Box::new(file)));
+                }
+                let local = LocalFile::new(file).map_err(|source| self.io(0, source))?;
+                Ok(Opened::Access(Arc::new(local)))
+            }
+            Kind::Remote(access) => Ok(Opened::Access(Arc::clone(access))),
+            Kind::Stdin => Ok(Opened::Stream(Box::new(io::stdin()))),
+            Kind::Batches(reader) => {
+                let taken = reader.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let used = || self.io(0, io::Error::other("these record batches were read before"));
+                Ok(Opened::Batches(taken.ok_or_else(used)?))
+            }
+        }
+    }
+}
+
+enum Opened {
+    Access(Arc<dyn RandomAccess>),
+    Stream(Box<dyn Read + Send>),
+    Batches(Box<dyn RecordBatchReader + Send>),
+}
+
+/// The blocks of one input.
+pub struct SourceReader {
+    inner: Inner,
+    format: Format,
+    warning: Option<String>,
+}
+
+enum Inner {
+    Lines(LineReader),
+    Rows(RowReader),
+    Document { path: PathBuf, decoded: Decoded, head: Vec<u8>, done: bool },
+}
+
+impl SourceReader {
+    /// Opens an input at its start, or behind what an interrupted job has done.
+    ///
+    /// # Errors
+    /// [`SourceError`] if it is missing, unreadable, or not what the options say.
+    pub fn open(source: &Source, options: &ReadOptions, resume: Option<&Resume>) -> Result<Self, SourceError> {
+        Self::open_range(source, options, resume, 0..u64::MAX)
+    }
+
+    /// Opens the lines of an uncompressed text input that begin in a range of its bytes.
+    ///
+    /// Line numbers are counted from the first line of the range.
+    ///
+    /// # Errors
+    /// As `open`; also if only a part of an input is asked for that has no lines or is compressed.
+    pub fn open_range(
+        source: &Source,
+        options: &ReadOptions,
+        resume: Option<&Resume>,
+        range: std::ops::Range<u64>,
+    ) -> Result<Self, SourceError> {
+        let path = source.name.clone();
+        let skip_rows = resume.map_or(0, |resume| resume.position.record - 1);
+        let (access, stream) = match source.open_bytes()? {
+            Opened::Batches(reader) => {
+                let rows = RowReader::batches(path, reader, Arc::clone(&options.keys), options.block_bytes)?;
+                return Ok(Self { inner: Inner::Rows(rows), format: Format::ArrowStream, warning: None });
+            }
+            Opened::Access(access) => (Some(access), None),
+            Opened::Stream(stream) => (None, Some(stream)),
+        };
+        let head = match (&access, stream) {
+            (Some(access), _) => (head_of(access.as_ref()).map_err(|source_| source.io(0, source_))?, None),
+            (None, Some(mut stream)) => {
+                let mut head = Vec::new();
+                let read = Read::by_ref(&mut stream).take(HEAD_BYTES).read_to_end(&mut head);
+                read.map_err(|source_| source.io(0, source_))?;
+                (head, Some(stream))
+            }
+            (None, None) => (Vec::new(), None),
+        };
+        let (raw_head, stream) = head;
+        let compression = Compression::of(&raw_head);
+        let io_at_start = |source_: io::Error| source.io(0, source_);
+        // Plain text can go on, or begin, anywhere; everything else is unpacked from its start.
+        let is_plain = compression == Compression::None && container_of(&raw_head).is_none();
+        let begin = match resume {
+            Some(resume) if is_plain => resume.position.offset,
+            _ => range.start.min(if is_plain { u64::MAX } else { 0 }),
+        };
+        let known = resume.filter(|_| is_plain).map_or(&[][..], |resume| &resume.content.xxh3_64);
+        // One byte earlier tells whether a line begins exactly at the start of the range.
+        let read_from = if resume.is_none() && begin > 0 { begin - 1 } else { begin };
+        let raw = match (&access, stream) {
+            (Some(access), _) => {
+                let from = match resume {
+                    _ if !is_plain => 0,
+                    Some(_) => read_from,
+                    None => read_from.min(access.size_bytes()), // a range may begin behind the end
+                };
+                let hashed = range.start / HASH_BLOCK_BYTES * HASH_BLOCK_BYTES..range.end;
+                HashingReader::new(Arc::clone(access), from, hashed, known).map_err(io_at_start)?
+            }
+            (None, stream) => {
+                let rest = stream.unwrap_or_else(|| Box::new(io::empty()));
+                HashingReader::stream(Box::new(io::Cursor::new(raw_head).chain(rest)))
+            }
+        };
+        let mut decoded = Decoded::new(compression, raw).map_err(io_at_start)?;
+        let mut head = Vec::new();
+        if begin == 0 {
+            let read = Read::by_ref(&mut decoded).take(HEAD_BYTES).read_to_end(&mut head);
+            read.map_err(io_at_start)?;
+        }
+        let container = if begin == 0 { container_of(&head) } else { None };
+        let format = options.format.or(container).unwrap_or_default();
+        let warning = name_warning(&path, compression, format);
+        let keys = Arc::clone(&options.keys);
+        let block_bytes = options.block_bytes;
+        let seekable = || match access.clone() {
+            Some(access) if compression == Compression::None => Ok(access),
+            _ => Err(SourceError::NotSeekable { path: path.clone(), format: format.name() }),
+        };
+        let inner = match format {
+            Format::Parquet => {
+                Inner::Rows(RowReader::parquet(path.clone(), seekable()?, keys, block_bytes, skip_rows)?)
+            }
+            Format::ArrowFile => {
+                Inner::Rows(RowReader::arrow_file(path.clone(), seekable()?, keys, block_bytes, skip_rows)?)
+            }
+            Format::ArrowStream => {
+                Inner::Rows(RowReader::arrow_stream(path.clone(), head, decoded, keys, block_bytes, skip_rows)?)
+            }
+            Format::Text => {
+                Inner::Document { path, decoded, head, done: resume.is_some_and(|r| r.position.record > 1) }
+            }
+            Format::JsonLines | Format::TextLines => {
+                let position = match resume {
+                    Some(resume) => resume.position,
+                    None => Position { offset: read_from, record: 1, counted_from: range.start },
+                };
+                if !is_plain && position.offset > 0 {
+                    pass_over(&mut decoded, &mut head, position.offset).map_err(io_at_start)?;
+                }
+                let range =
+                    LineRange { position, end: range.end, skip_first_line: resume.is_none() && read_from < begin };
+                Inner::Lines(LineReader::new(path, format, decoded, head, range, block_bytes)?)
+            }
+        };
+        Ok(Self { inner, format, warning })
+    }
+
+    /// The next block, or `None` at the end.
+    ///
+    /// # Errors
+    /// [`SourceError`] if the input is damaged or cannot be read on.
+    pub fn next_block(&mut self) -> Result<Option<Block>, SourceError> {
+        match &mut self.inner {
+            Inner::Lines(lines) => lines.next_block(),
+            Inner::Rows(rows) => rows.next_block(),
+            Inner::Document { done: true, .. } => Ok(None),
+            Inner::Document { path, decoded, head, done } => {
+                let mut bytes = std::mem::take(head);
+                let read = decoded.read_to_end(&mut bytes);
+                read.map_err(|source| SourceError::Io { path: path.clone(), offset: bytes.len() as u64, source })?;
+                if bytes.starts_with(BOM) {
+                    bytes.drain(..BOM.len());
+                }
+                *done = true;
+                let input_bytes = decoded.content().bytes;
+                Ok(Some(Block { position: Position::START, body: BlockBody::Text(bytes), input_bytes }))
+            }
+        }
+    }
+
+    /// The place behind the last block.
+    pub fn position(&self) -> Position {
+        match &self.inner {
+            Inner::Lines(lines) => lines.position(),
+            Inner::Rows(rows) => rows.position(),
+            Inner::Document { done, .. } => Position { record: if *done { 2 } else { 1 }, ..Position::START },
+        }
+    }
+
+    /// Size and hashes of what was read so far; after the last block, of the whole input. For Parquet and Arrow files the hash is
+    /// that of the last MiB, which holds the footer.
+    pub fn content(&self) -> ContentHash {
+        match &self.inner {
+            Inner::Lines(lines) => lines.content(),
+            Inner::Rows(rows) => rows.content(),
+            Inner::Document { decoded, .. } => decoded.content(),
+        }
+    }
+
+    /// What the input turned out to be.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// The sentence for a name that promises something else.
+    pub fn warning(&self) -> Option<&str> {
+        self.warning.as_deref()
+    }
+}
+
+fn head_of(access: &dyn RandomAccess) -> io::Result<Vec<u8>> {
+    let mut head = vec![0; access.size_bytes().min(HEAD_BYTES) as usize];
+    read_full(access, 0, &mut head)?;
+    Ok(head)
+}
+
+/// Drops the first `bytes` unpacked bytes, of which `head` was read already.
+fn pass_over(decoded: &mut Decoded, head: &mut Vec<u8>, bytes: u64) -> io::Result<()> {
+    let from_head = bytes.min(head.len() as u64);
+    head.drain(..from_head as usize);
+    let left = bytes - from_head;
+    let passed = io::copy(&mut Read::by_ref(decoded).take(left), &mut io::sink())?;
+    if passed < left {
+        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the input is shorter than it was"));
+    }
+    Ok(())
+}
