@@ -19,4 +19,7 @@ pub use error::IndexError;
 pub use prefix::resolve_prefix;
 pub use sidecar::{FileRecord, SIDECAR_FORMAT_VERSION, Sidecar, SourceRecord, TokenizerFile, TokenizerRecord};
 pub use widen::widen_tokens;
-pub use writer::{EncodedDocuments, IndexedWriter, PairCounts, StagedPair, StagingFolder, WriteError, publish_file};
+pub use writer::{
+    EncodedDocuments, IndexedWriter, PairCounts, PairState, StagedPair, StagingFolder, WriteError, publish_file,
+    resume_publication,
+};

@@ -1,6 +1,6 @@
 //! `PREFIX_text_document.json`: where a pair came from, so that a token can be traced and a mistake be noticed.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Version of the sidecar's structure.
 pub const SIDECAR_FORMAT_VERSION: u32 = 1;
@@ -74,7 +74,7 @@ pub struct TokenizerFile {
 }
 
 /// An input, or the range of one that a shard has read.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct SourceRecord {
     /// As it was named.
     pub path: String,
@@ -99,10 +99,12 @@ pub struct SourceRecord {
     /// Lines or rows without a document (blank or rejected) as runs of `[first, count]`, counted from 1: with it, the line of a
     /// document follows from its number.
     pub lines_without_document: Vec<[u64; 2]>,
+    /// Whether the runs are all there are; a source with very many names the first ones only.
+    pub lines_without_document_complete: bool,
 }
 
 /// A file of the pair.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRecord {
     /// Its size.
     pub bytes: u64,
