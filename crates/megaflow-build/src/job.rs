@@ -106,6 +106,7 @@ fn read_all(
     done: &Sender<Placed>,
 ) {
     let mut place = 0;
+    #[expect(clippy::explicit_counter_loop, reason = "it counts blocks too, not only inputs")]
     for (source, path) in inputs.iter().enumerate() {
         let mut read = || -> Result<Option<ContentHash>, SourceError> {
             let mut reader = BlockReader::open(path, block_bytes)?;
