@@ -32,7 +32,7 @@ pub enum OnBadRecord {
 pub struct JobInput {
     /// The input.
     pub source: Source,
-    /// For a shard: only the lines that begin in these bytes.
+    /// For a shard: only the lines that begin in these bytes, or these rows of a Parquet file.
     pub range: Option<Range<u64>>,
 }
 
