@@ -18,6 +18,8 @@ __all__ = [
     "SampleSource",
     "Tokenizer",
     "__version__",
+    "discover",
+    "plan_shards",
     "preprocess",
     "resolve_prefix",
     "split_matrix",
@@ -50,6 +52,10 @@ class Tokenizer:
     @property
     def files(self) -> list[Path]: ...
 
+def discover(names: list[str], takes_text: bool) -> list[Path]: ...
+def plan_shards(
+    inputs: list[tuple[str, str, Any, tuple[int, int] | None]], input_format: str, num_shards: int
+) -> list[list[tuple[int, tuple[int, int] | None]]]: ...
 def preprocess(
     settings: dict[str, Any], tokenizer: Tokenizer, progress: Callable[[int, int, int, int, int], None]
 ) -> dict[str, Any]: ...

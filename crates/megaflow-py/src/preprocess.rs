@@ -28,6 +28,9 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Kind, name, object (for kinds `remote` and `arrow`), begin and end of an input.
 type InputArgument<'py> = (String, String, Option<Bound<'py, PyAny>>, Option<(u64, u64)>);
 
+/// Inputs of one shard: index of the input, begin and end or None for the whole.
+type ShardInputs = Vec<(usize, Option<(u64, u64)>)>;
+
 /// The settings of a job as Python names them.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
@@ -67,7 +70,7 @@ fn plan_shards<'py>(
     inputs: Vec<InputArgument<'py>>,
     input_format: &str,
     num_shards: usize,
-) -> PyResult<Vec<Vec<(usize, Option<(u64, u64)>)>>> {
+) -> PyResult<Vec<ShardInputs>> {
     let sources = inputs.iter().map(|(kind, name, object, _)| source_of(kind, name, object.as_ref()));
     let sources = sources.collect::<PyResult<Vec<Source>>>()?;
     let format = format_of(input_format)?;
