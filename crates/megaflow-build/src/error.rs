@@ -84,7 +84,7 @@ impl BuildError {
         matches!(
             self,
             Self::Interrupted
-                | Self::Source(SourceError::Io { .. })
+                | Self::Source(SourceError::Io { .. } | SourceError::Missing { .. })
                 | Self::Write(WriteError::Io { .. } | WriteError::Busy { .. } | WriteError::NotOurs { .. })
                 | Self::OtherJob { .. }
         )

@@ -91,9 +91,11 @@ pub(crate) struct State {
     pub(crate) rejects_bytes: u64,
     /// What was counted.
     pub(crate) counts: Counts,
-    /// Inputs that were begun; all but the last are done.
+    /// Inputs that were begun.
     pub(crate) sources: Vec<SourceRecord>,
-    /// Where to go on in the last of them; `None` if it is done too.
+    /// How many of them are done.
+    pub(crate) sources_done: usize,
+    /// Where to go on in the first that is not done; `None` for its start.
     pub(crate) resume: Option<SavedResume>,
     /// Whether all files are complete and are being given their final names.
     pub(crate) is_publishing: bool,

@@ -60,10 +60,7 @@ impl<'a> Output<'a> {
 
     /// The first input that is not done, and where to go on in it.
     pub(crate) fn start(&self) -> (usize, Option<Resume>) {
-        match &self.state.resume {
-            Some(saved) => (self.state.sources.len() - 1, Some(saved.into())),
-            None => (self.state.sources.len(), None),
-        }
+        (self.state.sources_done, self.state.resume.as_ref().map(Resume::from))
     }
 
     pub(crate) fn progress(&self) -> Progress {
@@ -108,6 +105,7 @@ impl<'a> Output<'a> {
         };
         record.num_lines = num_lines;
         self.state.counts.input_bytes += content.bytes;
+        self.state.sources_done = source + 1;
         self.state.resume = None;
     }
 

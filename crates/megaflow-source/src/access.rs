@@ -144,15 +144,32 @@ impl HashingReader {
 
 impl Read for HashingReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let got = match &mut self.input {
-            Input::Stream(stream) => stream.read(buffer)?,
+        let read = match &mut self.input {
+            Input::Stream(stream) => stream.read(buffer),
             Input::Access { access, end } => {
                 let want = end.saturating_sub(self.offset).min(buffer.len() as u64) as usize;
-                access.read_at(self.offset, &mut buffer[..want])?
+                access.read_at(self.offset, &mut buffer[..want])
             }
         };
+        let got = read.map_err(|source| match source.kind() {
+            io::ErrorKind::Interrupted => source, // readers try again
+            kind => io::Error::new(kind, InputFailed(source)),
+        })?;
         self.take_in(&buffer[..got]);
         Ok(got)
+    }
+}
+
+/// Marks an error of the system or the remote side, so that it is not taken for a fault of the data that a decoder found.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
+struct InputFailed(io::Error);
+
+/// The error of the system that made a decoder stop, or `Err` with the decoder's own.
+pub(crate) fn system_error(error: io::Error) -> Result<io::Error, io::Error> {
+    match error.downcast::<InputFailed>() {
+        Ok(InputFailed(source)) => Ok(source),
+        Err(error) => Err(error),
     }
 }
 

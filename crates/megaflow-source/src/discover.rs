@@ -12,7 +12,8 @@ const PACKED: [&str; 6] = ["gz", "gzip", "zst", "zstd", "bz2", "xz"];
 
 /// The files that `names` lead to, in reading order; `-` stands for standard input.
 ///
-/// A name is a file, a folder (all files below it with an ending of a known format, by path), a pattern (`part-*.jsonl`, by
+/// A name is a file, a folder (all files below it with an ending of a known format, but for results of earlier jobs; `.txt` if
+/// `takes_text`), a pattern (`part-*.jsonl`, by
 /// path), or `@list` (a file of names, one a line). Names keep their order; what one name leads to is sorted by the bytes of
 /// its path. A file that several names lead to is read once, at its first place.
 ///
@@ -46,7 +47,8 @@ fn add(name: &str, takes_text: bool, found: &mut Vec<PathBuf>) -> Result<(), Sou
         let mut files = Vec::new();
         walk(path, takes_text, &mut files)?;
         if files.is_empty() {
-            let endings = ENDINGS.map(|ending| format!(".{ending}")).join(" ");
+            let endings: &[&str] = if takes_text { &TEXT_ENDINGS } else { &ENDINGS };
+            let endings = endings.iter().map(|ending| format!(".{ending}")).collect::<Vec<_>>().join(" ");
             return Err(nothing(
                 name,
                 &format!("looked for {endings}, compressed or not; name other files themselves"),
@@ -110,7 +112,11 @@ fn has_known_ending(path: &Path, takes_text: bool) -> bool {
     if parts.last().is_some_and(|last| PACKED.contains(last)) {
         parts.pop();
     }
-    parts.last().is_some_and(|last| ENDINGS.contains(last) || (takes_text && TEXT_ENDINGS.contains(last)))
+    // What an earlier job wrote beside its input is no input.
+    let is_result =
+        name.ends_with(".rejects.jsonl") || (name.ends_with(".json") && path.with_extension("bin").exists());
+    let wanted: &[&str] = if takes_text { &TEXT_ENDINGS } else { &ENDINGS };
+    !is_result && parts.last().is_some_and(|last| wanted.contains(last))
 }
 
 #[cfg(test)]
@@ -122,7 +128,17 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         std::fs::create_dir(root.join("sub")).unwrap();
-        for name in ["b.jsonl", "a.jsonl.gz", "sub/c.parquet", "notes.md", ".hidden.jsonl", "d.txt", "b.rejects"] {
+        for name in [
+            "b.jsonl",
+            "a.jsonl.gz",
+            "sub/c.parquet",
+            "notes.md",
+            ".hidden.jsonl",
+            "d.txt",
+            "b.rejects.jsonl",
+            "b_text_document.json",
+            "b_text_document.bin",
+        ] {
             std::fs::write(root.join(name), "x").unwrap();
         }
         let text = |name: &str| root.join(name).to_str().unwrap().to_owned();
@@ -132,8 +148,8 @@ mod tests {
             discover(std::slice::from_ref(&here), false).unwrap(),
             paths(&["a.jsonl.gz", "b.jsonl", "sub/c.parquet"])
         );
-        assert_eq!(discover(&[here], true).unwrap().len(), 4);
-        assert_eq!(discover(&[text("*.jsonl*"), text("b.jsonl")], false).unwrap(), paths(&["a.jsonl.gz", "b.jsonl"]));
+        assert_eq!(discover(&[here], true).unwrap(), paths(&["d.txt"]));
+        assert_eq!(discover(&[text("?.jsonl*"), text("b.jsonl")], false).unwrap(), paths(&["a.jsonl.gz", "b.jsonl"]));
         std::fs::write(root.join("list"), format!("{}\n\n{}\n", text("d.txt"), text("b.jsonl"))).unwrap();
         assert_eq!(discover(&[format!("@{}", text("list"))], false).unwrap(), paths(&["d.txt", "b.jsonl"]));
         assert_eq!(discover(&["-".to_owned()], false).unwrap(), [PathBuf::from("-")]);

@@ -18,7 +18,17 @@ pub enum SourceError {
         /// What was looked for.
         detail: String,
     },
-    /// The system refused to read on, or the compressed stream is damaged.
+    /// The compressed stream is damaged or cut short.
+    #[error("{}: damaged compressed data after {offset} bytes of text: {detail}; get the file again", .path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// Unpacked bytes read before.
+        offset: u64,
+        /// What the decoder said.
+        detail: String,
+    },
+    /// The system refused to read on.
     #[error("{}: reading failed after {offset} bytes: {source}", .path.display())]
     Io {
         /// The file.
@@ -91,4 +101,14 @@ pub enum SourceError {
         /// What differs.
         detail: String,
     },
+}
+
+impl SourceError {
+    /// For an error that came through a decoder: the system's, or the data's.
+    pub(crate) fn of_read(path: &std::path::Path, offset: u64, error: std::io::Error) -> Self {
+        match crate::access::system_error(error) {
+            Ok(source) => Self::Io { path: path.to_owned(), offset, source },
+            Err(error) => Self::Damaged { path: path.to_owned(), offset, detail: error.to_string() },
+        }
+    }
 }

@@ -55,6 +55,8 @@ impl LineReader {
         if position.offset == 0 && reader.carry.starts_with(BOM) {
             reader.carry.drain(..BOM.len());
             reader.position.offset = BOM.len() as u64;
+            // The first line begins at byte 0, with its mark: whoever holds that byte holds the line.
+            reader.end = if reader.end == 0 { 0 } else { reader.end.max(BOM.len() as u64 + 1) };
         }
         if range.skip_first_line {
             reader.skip_line()?;
@@ -153,11 +155,8 @@ impl LineReader {
             return Ok(());
         }
         let read = Read::by_ref(&mut self.decoded).take(want as u64).read_to_end(bytes);
-        let got = read.map_err(|source| SourceError::Io {
-            path: self.path.clone(),
-            offset: self.position.offset + bytes.len() as u64,
-            source,
-        })?;
+        let got =
+            read.map_err(|error| SourceError::of_read(&self.path, self.position.offset + bytes.len() as u64, error))?;
         self.at_end = got < want;
         Ok(())
     }

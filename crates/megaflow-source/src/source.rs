@@ -227,7 +227,10 @@ impl SourceReader {
         };
         let (raw_head, stream) = head;
         let compression = Compression::of(&raw_head);
-        let io_at_start = |source_: io::Error| source.io(0, source_);
+        let io_at_start = |error: io::Error| match SourceError::of_read(&path, 0, error) {
+            SourceError::Io { source: error, .. } => source.io(0, error),
+            damaged => damaged,
+        };
         // Plain text can go on, or begin, anywhere; everything else is unpacked from its start.
         let is_plain = is_plain_text(&raw_head) && options.format.is_none_or(Format::has_lines);
         let begin = match resume {
@@ -309,7 +312,7 @@ impl SourceReader {
             Inner::Document { path, decoded, head, done } => {
                 let mut bytes = std::mem::take(head);
                 let read = decoded.read_to_end(&mut bytes);
-                read.map_err(|source| SourceError::Io { path: path.clone(), offset: bytes.len() as u64, source })?;
+                read.map_err(|error| SourceError::of_read(path, bytes.len() as u64, error))?;
                 if bytes.starts_with(BOM) {
                     bytes.drain(..BOM.len());
                 }

@@ -5,7 +5,14 @@ import signal
 import sys
 from collections.abc import Callable
 
-from megaflow.errors import ConfigError, DataFormatError, MegaflowError, NoDocumentsError, TokenizerError
+from megaflow.errors import (
+    CheckpointError,
+    ConfigError,
+    DataFormatError,
+    MegaflowError,
+    NoDocumentsError,
+    TokenizerError,
+)
 
 USAGE, NO_DOCUMENTS, BAD_DATA, FILES, INTERRUPTED, TERMINATED = 2, 3, 4, 5, 130, 143
 
@@ -36,7 +43,7 @@ def run(name: str, command: Callable[[], None], *, on_stop: Callable[[], str] | 
         command()
         sys.stdout.flush()
     except MegaflowError as error:
-        _say(name, str(error), on_stop)
+        _say(name, str(error), on_stop if isinstance(error, OSError) else None)
         return code_of(error)
     except KeyboardInterrupt:
         _say(name, "stopped by Ctrl-C", on_stop)
@@ -60,7 +67,7 @@ def code_of(error: MegaflowError) -> int:
     """Exit code of an error."""
     if isinstance(error, NoDocumentsError):
         return NO_DOCUMENTS
-    if isinstance(error, (ConfigError, TokenizerError)):
+    if isinstance(error, (ConfigError, TokenizerError, CheckpointError)):
         return USAGE
     if isinstance(error, DataFormatError):
         return BAD_DATA
