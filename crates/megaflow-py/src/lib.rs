@@ -10,6 +10,7 @@ mod errors;
 mod gil;
 mod indexed;
 mod loader;
+mod pairs;
 mod preprocess;
 mod tokenizer;
 mod views;
@@ -21,6 +22,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     preprocess::register(module)?;
     views::register(module)?;
     indexed::register(module)?;
+    pairs::register(module)?;
     dataset::register(module)?;
     loader::register(module)
 }
