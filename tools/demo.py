@@ -141,8 +141,8 @@ def mean(rows: list[dict[str, Any]], key: str) -> float:
 
 NEXT = """
 what to try next
-  the same run, longer: the last command with --train-iters 200 goes on from its checkpoint
-  two processes:        torchrun --standalone --nproc_per_node=2 ... with the same --global-batch-size: the same losses
+  longer:               the last command with --train-iters 200 goes on from its checkpoint
+  two processes:        the same with --nproc_per_node=2 --micro-batch-size 4 and another --save: the same losses
   your own text:        megaflow-preprocess FILE.jsonl, one {"text": "..."} a line; then --data-path FILE
   every flag:           megaflow-preprocess --help, python trainer/pretrain.py --help (programs of .venv/bin)
   your own loop:        docs/plain-pytorch-loop.md: ten lines of PyTorch on the same tokens"""

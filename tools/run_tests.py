@@ -9,19 +9,21 @@ python3 tools/run_tests.py -- -k loader -x     # words after -- go to pytest, an
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
+import subprocess
 import sys
 
-from setup_env import prepare_or_exit
+from setup_env import ROOT, Environment, prepare_or_exit
 from steps import Step, run_steps, sum_up
 
 
-def pytest_step(python: str, *, slow: bool, words: list[str]) -> Step:
+def pytest_command(environment: Environment, *, slow: bool, words: list[str]) -> list[str]:
     """Pytest with the marker expression of this run."""
     expression: list[str] = []
     if slow:
         expression = ["-m", "not bench" if shutil.which("nvidia-smi") else "not gpu and not bench"]
-    return Step("pytest", [python, "-m", "pytest", *expression, *words])
+    return [str(environment.python), "-m", "pytest", *expression, *words]
 
 
 def main() -> None:
@@ -33,11 +35,13 @@ def main() -> None:
     environment = prepare_or_exit()
     # --workspace with the boundary crate, whose features the wheel has too: otherwise the heavy crates compile twice.
     rust = Step("cargo test", ["cargo", "test", "--workspace", "--release", "--quiet"])
-    python = pytest_step(str(environment.python), slow=options.all, words=options.words)
-    outcomes = run_steps([python] if options.words else [rust, python], environment.variables())
-    if len(outcomes) == 1 or all(outcome.exit_code == 0 for outcome in outcomes[:-1]):
-        sys.exit(outcomes[-1].exit_code)  # pytest's own summary is the last line
-    sys.exit(sum_up("tests", outcomes))
+    outcomes = run_steps([] if options.words else [rust], environment.variables())
+    command = pytest_command(environment, slow=options.all, words=options.words)
+    print(f"\n=== pytest: {shlex.join(command)}", flush=True)
+    exit_code = subprocess.run(command, cwd=ROOT, env=environment.variables(), check=False).returncode
+    if any(outcome.exit_code != 0 for outcome in outcomes):
+        sys.exit(sum_up("Rust tests", outcomes))
+    sys.exit(exit_code)  # pytest's own summary is the last line
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -282,7 +283,22 @@ def install_packages(environment: Environment) -> None:
         # A vendor's build may call itself a pre-release, which pip would replace.
         requirements = [name for name in requirements if not re.match(r"torch\b", name)]
     environment.run(*pip, *groups, *requirements)
+    if not (environment.folder / "bin" / "torchrun").exists():
+        bring_programs_home(environment, [*pip, "--ignore-installed", "--no-deps", *groups])
     write_stamp(environment, "packages", wanted)
+
+
+def bring_programs_home(environment: Environment, pip: Sequence[str]) -> None:
+    """Where packages of another environment are reused: their programs would start in that one, not in ours.
+
+    Args:
+        environment: ours.
+        pip: the command that installs the tools once more, here, without what they depend on.
+    """
+    environment.run(*pip)
+    torchrun = environment.folder / "bin" / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\nexec {shlex.quote(str(environment.python))} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
 
 
 def read_requirements(environment: Environment) -> list[str]:

@@ -176,6 +176,7 @@ def test_ctrl_c_is_one_sentence(prefix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for the ranks in /proc")
 def test_when_one_rank_dies_all_end_soon_and_not_with_success(prefix: str, tmp_path: Path) -> None:
     flags = [*TINY, *LENGTH[2:], "--data-path", prefix, "--train-iters", "100000", "--run-dir", str(tmp_path)]
     process = start(TORCHRUN, flags)

@@ -2,7 +2,7 @@
 
 use megaflow_core::TokenDtype;
 use megaflow_indexed::EncodedDocuments;
-use megaflow_source::{Block, Field, LineOutcome, Reject, RejectReason, parse_block};
+use megaflow_source::{Block, Field, Outcome, ParseOptions, Reject, RejectReason, parse_block};
 use megaflow_tokenize::{EncodeOptions, Encoder, TokenizeError, Tokenizer};
 
 use crate::{EmptyDocuments, JobOptions, OnBadRecord};
@@ -16,17 +16,20 @@ pub(crate) struct EncodedBlock {
     pub(crate) records: u64,
     /// Records that are no document.
     pub(crate) rejects: Vec<Reject>,
-    /// Numbers of the lines without a document.
+    /// Numbers of the lines or rows without a document.
     pub(crate) lines_without_document: Vec<u64>,
+    /// Bytes of the documents' texts.
+    pub(crate) text_bytes: u64,
     /// Places where text spelled a special token.
     pub(crate) special_hits: u64,
-    /// Bytes of the block.
-    pub(crate) bytes: u64,
+    /// Bytes of the file that were read for the block.
+    pub(crate) input_bytes: u64,
 }
 
 /// One thread's state.
 pub(crate) struct BlockEncoder<'a> {
-    keys: &'a [String],
+    options: &'a JobOptions,
+    parse: &'a ParseOptions,
     append_eod: Option<u32>,
     empty_documents: EmptyDocuments,
     stop_at_reject: bool,
@@ -45,12 +48,14 @@ struct Sequences {
 impl<'a> BlockEncoder<'a> {
     pub(crate) fn new(
         options: &'a JobOptions,
+        parse: &'a ParseOptions,
         tokenizer: &Tokenizer,
         dtype: TokenDtype,
     ) -> Result<Self, TokenizeError> {
         let encode: EncodeOptions = options.encode;
         Ok(Self {
-            keys: &options.json_keys,
+            options,
+            parse,
             append_eod: options.append_eod,
             empty_documents: options.empty_documents,
             stop_at_reject: options.on_bad_record == OnBadRecord::Error,
@@ -62,23 +67,31 @@ impl<'a> BlockEncoder<'a> {
 
     /// Parses and tokenizes a block. Under policy `Error` it ends at the first bad record: nothing behind it is written.
     pub(crate) fn encode(&mut self, block: &Block) -> EncodedBlock {
-        let keys = self.keys;
+        let (parse, every) = (self.parse, self.options.every);
         let hits_before = self.encoder.special_hits();
-        let mut done = EncodedBlock { bytes: block.bytes.len() as u64, ..EncodedBlock::default() };
-        done.documents.resize_with(keys.len(), EncodedDocuments::default);
-        parse_block(block, keys, |line, offset, raw, outcome| {
+        let mut done = EncodedBlock { input_bytes: block.input_bytes, ..EncodedBlock::default() };
+        done.documents.resize_with(self.options.json_keys.len(), EncodedDocuments::default);
+        parse_block(block, parse, |place, raw, outcome| {
+            let is_other = every.is_some_and(|(index, modulo)| (place.number() - 1) % modulo != index);
             let reason = match outcome {
-                LineOutcome::Blank => {
-                    done.lines_without_document.push(line);
+                _ if is_other => {
+                    done.lines_without_document.push(place.number());
                     return true;
                 }
-                LineOutcome::Record(fields) => self.encode_record(&fields, &mut done.documents).err(),
-                LineOutcome::Bad(reason) => Some(reason),
+                Outcome::Blank => {
+                    done.lines_without_document.push(place.number());
+                    return true;
+                }
+                Outcome::Record(fields) => {
+                    done.text_bytes += text_bytes(&fields);
+                    self.encode_record(&fields, &mut done.documents).err()
+                }
+                Outcome::Bad(reason) => Some(reason),
             };
             done.records += 1;
             if let Some(reason) = reason {
-                done.lines_without_document.push(line);
-                done.rejects.push(Reject { line, offset, reason, raw: raw.to_vec() });
+                done.lines_without_document.push(place.number());
+                done.rejects.push(Reject { place, reason, raw: raw.to_vec() });
             }
             done.rejects.is_empty() || !self.stop_at_reject
         });
@@ -120,6 +133,10 @@ impl<'a> BlockEncoder<'a> {
         }
         Ok(())
     }
+}
+
+fn text_bytes(fields: &[Field<'_>]) -> u64 {
+    fields.iter().flat_map(Field::texts).map(|text| text.len() as u64).sum()
 }
 
 fn not_tokenized(error: impl std::fmt::Display) -> RejectReason {

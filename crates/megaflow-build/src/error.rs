@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 
 use megaflow_indexed::WriteError;
-use megaflow_source::{RejectReason, SourceError};
+use megaflow_source::{Place, RejectReason, SourceError};
 use megaflow_tokenize::TokenizeError;
 
 /// Why a job stopped. Nothing is then left under a final name.
@@ -18,30 +18,36 @@ pub enum BuildError {
     #[error(transparent)]
     Tokenize(#[from] TokenizeError),
     /// A record is not a document, and the policy is to stop.
-    #[error("{}: line {line} (byte {offset}): {reason}. Mend the line, or skip and count such records with \
-             --on-bad-record skip", .path.display())]
+    #[error("{}: {place}: {reason}. Mend the record, or skip and count such records with --on-bad-record skip", .path.display())]
     BadRecord {
         /// The input.
         path: PathBuf,
-        /// Its line, from 1.
-        line: u64,
-        /// Byte offset of the line.
-        offset: u64,
+        /// Its line or row.
+        place: Place,
         /// What is wrong.
         reason: RejectReason,
     },
     /// More bad records than allowed.
-    #[error("{}: line {line}: {limit} bad records were allowed by --max-bad-records, and this is one more: {reason}",
+    #[error("{}: {place}: {limit} bad records were allowed by --max-bad-records, and this is one more: {reason}",
             .path.display())]
     TooManyBadRecords {
         /// The input of the last one.
         path: PathBuf,
-        /// Its line.
-        line: u64,
+        /// Its line or row.
+        place: Place,
         /// How many were allowed.
         limit: u64,
         /// What is wrong with the last one.
         reason: RejectReason,
+    },
+    /// A journal of another job lies where this one wants to write.
+    #[error("{}: holds what an interrupted job has done, but that job differs from this one: {difference}. \
+             Repeat that job's command to go on, or give --restart to start again", .path.display())]
+    OtherJob {
+        /// The staging folder.
+        path: PathBuf,
+        /// What differs.
+        difference: String,
     },
     /// The inputs hold no document.
     #[error("no documents: the input has {records} records, {rejected} of them bad{by_reason}; nothing was written")]
@@ -57,17 +63,30 @@ pub enum BuildError {
     #[error("{0}")]
     Options(String),
     /// A thread of the job panicked: a fault of megaflow.
-    #[error("{}: block at byte {offset}: the tokenizer thread failed: {detail}; this is a fault of megaflow, please report it",
+    #[error("{}: block at record {record}: the tokenizer thread failed: {detail}; this is a fault of megaflow, please report it",
             .path.display())]
     Panicked {
         /// The input.
         path: PathBuf,
-        /// Byte offset of the block.
-        offset: u64,
+        /// First record of the block.
+        record: u64,
         /// The panic's message.
         detail: String,
     },
     /// The caller asked to stop.
-    #[error("stopped on request; nothing was written")]
+    #[error("stopped on request")]
     Interrupted,
+}
+
+impl BuildError {
+    /// Whether the same command can go on where the job stopped: the cause lay outside of data and settings.
+    pub(crate) fn is_resumable(&self) -> bool {
+        matches!(
+            self,
+            Self::Interrupted
+                | Self::Source(SourceError::Io { .. })
+                | Self::Write(WriteError::Io { .. } | WriteError::Busy { .. } | WriteError::NotOurs { .. })
+                | Self::OtherJob { .. }
+        )
+    }
 }

@@ -1,5 +1,8 @@
+use std::ops::Range;
 use std::path::PathBuf;
+use std::time::Duration;
 
+use megaflow_source::{Format, Source};
 use megaflow_tokenize::EncodeOptions;
 
 use crate::BuildError;
@@ -24,11 +27,26 @@ pub enum OnBadRecord {
     Skip,
 }
 
+/// An input, or the range of one.
+#[derive(Clone)]
+pub struct JobInput {
+    /// The input.
+    pub source: Source,
+    /// For a shard: only the lines that begin in these bytes.
+    pub range: Option<Range<u64>>,
+}
+
 /// What a job is to do.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct JobOptions {
-    /// Files of JSON lines, read in this order.
-    pub inputs: Vec<PathBuf>,
+    /// Inputs, read in this order.
+    pub inputs: Vec<JobInput>,
+    /// What the inputs are; `None` lets the first bytes of each decide.
+    pub format: Option<Format>,
+    /// Whether bytes that are not UTF-8 become U+FFFD instead of making a record bad.
+    pub replace_invalid_utf8: bool,
+    /// Only every `modulo`-th record, beginning with number `index`: a partition as Megatron cuts them.
+    pub every: Option<(u64, u64)>,
     /// The pairs are named `PREFIX_KEY_document`.
     pub output_prefix: PathBuf,
     /// Keys of the records that hold text; a pair each.
@@ -47,6 +65,10 @@ pub struct JobOptions {
     pub threads: usize,
     /// Bytes of input that one thread takes at a time.
     pub block_bytes: usize,
+    /// Whether what an interrupted job of the same output has done is thrown away.
+    pub restart: bool,
+    /// Time between two journal entries.
+    pub journal_every: Duration,
     /// Whether an input without documents gives an empty pair, as in Megatron, and not an error.
     pub allow_no_documents: bool,
     /// For the sidecar.
@@ -72,6 +94,9 @@ impl JobOptions {
         let fault = |text: &str| Err(BuildError::Options(text.to_owned()));
         if self.inputs.is_empty() {
             return fault("no input: name at least one file");
+        }
+        if self.every.is_some_and(|(index, modulo)| index >= modulo) {
+            return fault("a partition's number must be below the number of partitions");
         }
         if self.json_keys.is_empty() {
             return fault("no key: --json-keys needs at least one");

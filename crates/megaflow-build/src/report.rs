@@ -8,7 +8,7 @@ use megaflow_indexed::PairCounts;
 pub struct Progress {
     /// Bytes of input whose documents are written.
     pub bytes_done: u64,
-    /// Bytes of input.
+    /// Bytes of input; 0 if not known.
     pub bytes_total: u64,
     /// Documents written.
     pub documents: u64,
@@ -23,12 +23,18 @@ pub struct Progress {
 pub struct Report {
     /// The pairs, in the order of the keys: prefix, token type, counts.
     pub pairs: Vec<(PathBuf, &'static str, PairCounts)>,
-    /// Bytes read.
+    /// Bytes of the inputs, packed as they are.
     pub input_bytes: u64,
+    /// Bytes of text that were tokenized, in UTF-8.
+    pub text_bytes: u64,
+    /// Sentences about inputs that are not what their names promise.
+    pub warnings: Vec<String>,
+    /// Documents that an interrupted job had done before.
+    pub resumed_documents: u64,
     /// Lines that are not blank.
     pub records: u64,
     /// Records that became no document, by reason.
-    pub rejected: BTreeMap<&'static str, u64>,
+    pub rejected: BTreeMap<String, u64>,
     /// Where the bad records were written.
     pub rejects_path: Option<PathBuf>,
     /// Places where text spelled a special token.

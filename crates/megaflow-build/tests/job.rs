@@ -4,8 +4,11 @@ use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
-use megaflow_build::{BuildError, EmptyDocuments, JobOptions, OnBadRecord, Provenance, Report, preprocess};
+use std::time::Duration;
+
+use megaflow_build::{BuildError, EmptyDocuments, JobInput, JobOptions, OnBadRecord, Provenance, Report, preprocess};
 use megaflow_indexed::IndexedDataset;
+use megaflow_source::Source;
 use megaflow_tokenize::{EncodeOptions, Tokenizer};
 
 const EOD: u32 = 3;
@@ -22,7 +25,10 @@ fn options(folder: &Path, content: &str) -> JobOptions {
     let input = folder.join("in.jsonl");
     fs::write(&input, content).unwrap();
     JobOptions {
-        inputs: vec![input],
+        inputs: vec![input_of(input)],
+        format: None,
+        replace_invalid_utf8: false,
+        every: None,
         output_prefix: folder.join("out"),
         json_keys: vec!["text".to_owned()],
         append_eod: Some(EOD),
@@ -32,9 +38,15 @@ fn options(folder: &Path, content: &str) -> JobOptions {
         encode: EncodeOptions::default(),
         threads: 1,
         block_bytes: 64,
+        restart: false,
+        journal_every: Duration::from_secs(3600),
         allow_no_documents: false,
         provenance: Provenance::default(),
     }
+}
+
+fn input_of(path: PathBuf) -> JobInput {
+    JobInput { source: Source::file(path), range: None }
 }
 
 fn run(options: &JobOptions) -> Result<Report, BuildError> {
@@ -115,9 +127,9 @@ fn skipped_records_are_counted_written_and_traceable() {
     let content = b"{\"text\": \"a\"}\n\n{\"x\": 1}\nnope\n{\"text\": \"b\"}\n{\"text\": \"\xff\"}\n".to_vec();
     let skip = |options| JobOptions { on_bad_record: OnBadRecord::Skip, block_bytes: 1, threads: 2, ..options };
     let options = skip(options(folder.path(), ""));
-    fs::write(&options.inputs[0], content).unwrap();
+    fs::write(options.inputs[0].source.name(), content).unwrap();
     let report = run(&options).unwrap();
-    let counts: Vec<_> = report.rejected.iter().map(|(reason, count)| (*reason, *count)).collect();
+    let counts: Vec<_> = report.rejected.iter().map(|(reason, count)| (reason.as_str(), *count)).collect();
     assert_eq!(counts, [("invalid-json", 1), ("invalid-utf8", 1), ("missing-key", 1)]);
     assert_eq!(documents(&folder.path().join("out_text_document")), [[[0, 3]], [[1, 3]]]);
     let rejects = fs::read_to_string(report.rejects_path.unwrap()).unwrap();
@@ -133,7 +145,7 @@ fn skipped_records_are_counted_written_and_traceable() {
         (&5.into(), &2.into(), &3.into())
     );
     let limited = JobOptions { max_bad_records: Some(2), ..options };
-    assert!(run(&limited).unwrap_err().to_string().contains("line 6: 2 bad records were allowed"));
+    assert!(run(&limited).unwrap_err().to_string().contains("line 6 (byte 43): 2 bad records were allowed"));
 }
 
 #[test]
@@ -147,19 +159,84 @@ fn no_documents_is_an_error_that_counts_what_was_seen() {
     assert_eq!(fs::metadata(folder.path().join("out_text_document.idx")).unwrap().len(), 42);
 }
 
+/// Stops a job at the `calls`-th report of progress.
+fn stop_at(options: &JobOptions, calls: u32) -> Result<Report, BuildError> {
+    let mut left = calls;
+    preprocess(options, &tokenizer(), &mut |progress| {
+        assert!(progress.bytes_done <= progress.bytes_total);
+        left -= 1;
+        if left == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    })
+}
+
 #[test]
-fn a_request_to_stop_ends_the_job_with_nothing_written() {
+fn a_stopped_job_goes_on_and_ends_with_the_bytes_of_a_straight_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = |i: usize| {
+        if i % 97 == 0 { "nope\n".to_owned() } else { format!("{{\"text\": \"{}\"}}\n", "a b ".repeat(i % 13)) }
+    };
+    let content: String = (0..30_000).map(line).collect();
+    let base = options(folder.path(), &content);
+    let skip = JobOptions { on_bad_record: OnBadRecord::Skip, block_bytes: 3000, threads: 2, ..base };
+    let straight = JobOptions { output_prefix: folder.path().join("straight"), ..skip.clone() };
+    let report = run(&straight).unwrap();
+    let (mut stops, mut rounds) = (0, 0);
+    for journal_every in [Duration::ZERO, Duration::from_millis(30)] {
+        let options = JobOptions { journal_every, ..skip.clone() };
+        let finished = loop {
+            rounds += 1;
+            match stop_at(&options, 1 + rounds % 2) {
+                Ok(report) => break report,
+                Err(error) => assert!(matches!(error, BuildError::Interrupted), "{error}"),
+            }
+            assert_eq!(names(folder.path()).iter().filter(|name| name.starts_with("out_text")).count(), 0);
+            stops += 1;
+        };
+        assert_eq!((finished.records, &finished.rejected), (report.records, &report.rejected));
+        assert_eq!((finished.text_bytes, finished.input_bytes), (report.text_bytes, report.input_bytes));
+        for suffix in ["_text_document.bin", "_text_document.idx", ".rejects.jsonl"] {
+            let read = |name: &str| fs::read(folder.path().join(format!("{name}{suffix}"))).unwrap();
+            assert_eq!(read("out"), read("straight"), "{suffix}");
+        }
+        let sidecar = |name: &str| -> serde_json::Value {
+            let text = fs::read(folder.path().join(format!("{name}_text_document.json"))).unwrap();
+            serde_json::from_slice(&text).unwrap()
+        };
+        assert_eq!(sidecar("out"), sidecar("straight"));
+        assert!(!folder.path().join("out.partial").exists());
+        for suffix in [".bin", ".idx", ".json"] {
+            fs::remove_file(folder.path().join(format!("out_text_document{suffix}"))).unwrap();
+        }
+    }
+    assert!(stops >= 2, "the job was stopped {stops} times");
+}
+
+#[test]
+fn a_journal_of_another_job_is_refused_until_restart() {
     let folder = tempfile::tempdir().unwrap();
     let content = "{\"text\": \"a b a b\"}\n".repeat(400_000);
-    let options = JobOptions { block_bytes: 64, threads: 2, ..options(folder.path(), &content) };
-    let mut calls = 0;
-    let stopped = preprocess(&options, &tokenizer(), &mut |progress| {
-        calls += 1;
-        assert!(progress.bytes_done <= progress.bytes_total);
-        ControlFlow::Break(())
-    });
-    assert!(matches!(stopped, Err(BuildError::Interrupted)));
-    assert_eq!((calls, names(folder.path())), (1, vec!["in.jsonl".to_owned()]));
+    let base = JobOptions { block_bytes: 64, threads: 2, ..options(folder.path(), &content) };
+    assert!(matches!(stop_at(&base, 1), Err(BuildError::Interrupted)));
+    assert!(folder.path().join("out.partial/journal.json").exists());
+    let refused = |options: &JobOptions| run(options).unwrap_err().to_string();
+    let message = refused(&JobOptions { append_eod: None, ..base.clone() });
+    assert!(message.contains("end of document was Some(3) and is None") && message.contains("--restart"), "{message}");
+    fs::write(folder.path().join("in.jsonl"), "{\"text\": \"a\"}\n").unwrap();
+    assert!(refused(&base).contains("in.jsonl has changed since"));
+    assert!(folder.path().join("out.partial/journal.json").exists(), "a refusal leaves the work alone");
+    assert_eq!(run(&JobOptions { restart: true, ..base }).unwrap().records, 1);
+    assert!(!folder.path().join("out.partial").exists());
+}
+
+#[test]
+fn a_partition_takes_every_nth_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let content = "{\"text\": \"a\"}\n{\"text\": \"b\"}\n{\"text\": \"a a\"}\n{\"text\": \"b b\"}\n";
+    let partition = JobOptions { every: Some((1, 3)), block_bytes: 1, ..options(folder.path(), content) };
+    run(&partition).unwrap();
+    assert_eq!(documents(&folder.path().join("out_text_document")), [[[1, 3]]]);
+    run(&JobOptions { every: Some((0, 3)), ..partition }).unwrap();
+    assert_eq!(documents(&folder.path().join("out_text_document")), [[vec![0, 3]], [vec![1, 1, 3]]]);
 }
 
 #[test]
@@ -168,12 +245,12 @@ fn several_inputs_and_keys_follow_one_another() {
     let second = folder.path().join("second.jsonl");
     fs::write(&second, "{\"text\": \"b\", \"title\": \"a\"}\n").unwrap();
     let mut options = options(folder.path(), "{\"text\": \"a\", \"title\": \"b b\"}");
-    options.inputs.push(second.clone());
+    options.inputs.push(input_of(second));
     options.json_keys = vec!["title".to_owned(), "text".to_owned()];
     run(&options).unwrap();
     assert_eq!(documents(&folder.path().join("out_title_document")), [[vec![1, 1, 3]], [vec![0, 3]]]);
     assert_eq!(documents(&folder.path().join("out_text_document")), [[[0, 3]], [[1, 3]]]);
-    options.inputs.push(PathBuf::from("gone.jsonl"));
+    options.inputs.push(input_of(PathBuf::from("gone.jsonl")));
     assert!(run(&options).unwrap_err().to_string().contains("gone.jsonl: no such input file"));
     options.json_keys.push("text".to_owned());
     assert!(run(&options).unwrap_err().to_string().contains("names a key twice"));

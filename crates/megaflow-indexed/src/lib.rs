@@ -24,4 +24,7 @@ pub use prefix::resolve_prefix;
 pub use sidecar::{FileRecord, SIDECAR_FORMAT_VERSION, Sidecar, SourceRecord, TokenizerFile, TokenizerRecord};
 pub use verify::{Fault, VerifyError, VerifyOptions, VerifyProgress, VerifyReport, checksum_file, verify};
 pub use widen::widen_tokens;
-pub use writer::{EncodedDocuments, IndexedWriter, PairCounts, StagedPair, StagingFolder, WriteError, publish_file};
+pub use writer::{
+    EncodedDocuments, IndexedWriter, PairCounts, PairState, StagedPair, StagingFolder, WriteError, publish_file,
+    resume_publication,
+};

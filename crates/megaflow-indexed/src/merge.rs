@@ -205,7 +205,7 @@ pub fn merge(
     for part in &parts {
         copy_tokens(part, dtype, &mut bin, &mut meter)?;
     }
-    let mut pair = StagedPair::new((bin.finish()?, idx), dtype, counts, staged, output.to_owned());
+    let pair = StagedPair::new((bin.finish()?, idx), dtype, counts, staged, output.to_owned());
     if no_sidecar.is_none() {
         pair.write_sidecar(&merged_sidecar(&parts, &pair, options))?;
     }

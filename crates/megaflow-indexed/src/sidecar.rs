@@ -89,10 +89,6 @@ pub struct SourceRecord {
     pub format: String,
     /// For a shard that read only the lines that begin in a range of bytes: the range.
     pub range: Option<[u64; 2]>,
-    /// For one of several partitions that take the lines of a file in turn: `[first, step]`, the lines `first`,
-    /// `first + step` and so on, counted from 0. All other numbers of lines count the lines of the partition alone.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub every: Option<[u64; 2]>,
     /// Size and hashes of what was read of it.
     pub content: FileRecord,
     /// What the hashes cover: `all`, or `last MiB` for Parquet and Arrow files, whose footer names all else.
@@ -110,6 +106,8 @@ pub struct SourceRecord {
     /// Lines or rows without a document (blank or rejected) as runs of `[first, count]`, counted from 1: with it, the line of a
     /// document follows from its number.
     pub lines_without_document: Vec<[u64; 2]>,
+    /// Whether the runs are all there are; a source with very many names the first ones only.
+    pub lines_without_document_complete: bool,
 }
 
 /// A file of the pair.
@@ -178,8 +176,8 @@ impl SourceRecord {
     /// Hashes survive if each range but the last is made of whole blocks; else the joined range has none, and says so.
     pub(crate) fn join(&mut self, next: &Self) -> bool {
         let (Some(range), Some(next_range)) = (self.range, next.range) else { return false };
-        let is_same = self.path == next.path && self.format == next.format && self.every == next.every;
-        if !is_same || self.every.is_some() || range[1] != next_range[0] {
+        let is_same = self.path == next.path && self.format == next.format;
+        if !is_same || range[1] != next_range[0] {
             return false;
         }
         let (content, more) = (&mut self.content, &next.content);
@@ -193,13 +191,15 @@ impl SourceRecord {
             *content = FileRecord { bytes: content.bytes + more.bytes, ..FileRecord::default() };
             self.hashed = "nothing: its ranges were hashed apart".to_owned();
         }
-        for &[first, count] in &next.lines_without_document {
+        let runs: &[_] = if self.lines_without_document_complete { &next.lines_without_document } else { &[] };
+        for &[first, count] in runs {
             let first = first + self.num_lines;
             match self.lines_without_document.last_mut() {
                 Some([begin, length]) if *begin + *length == first => *length += count,
                 _ => self.lines_without_document.push([first, count]),
             }
         }
+        self.lines_without_document_complete &= next.lines_without_document_complete;
         self.range = Some([range[0], next_range[1]]);
         self.num_lines += next.num_lines;
         self.num_records += next.num_records;
@@ -241,6 +241,7 @@ mod tests {
             num_lines,
             num_documents: num_lines - missing,
             lines_without_document: without.to_vec(),
+            lines_without_document_complete: true,
             ..SourceRecord::default()
         }
     }
@@ -264,12 +265,19 @@ mod tests {
     }
 
     #[test]
-    fn a_gap_another_file_or_turns_stay_apart() {
+    fn behind_a_list_that_is_not_complete_no_run_is_added() {
+        let mut first = range([0, 64], 5, &[[2, 1]], 64);
+        first.lines_without_document_complete = false;
+        assert!(first.join(&range([64, 100], 4, &[[1, 2]], 64)));
+        assert_eq!((first.lines_without_document, first.lines_without_document_complete), (vec![[2, 1]], false));
+    }
+
+    #[test]
+    fn a_gap_or_another_file_stays_apart() {
         let first = range([0, 64], 5, &[], 64);
         let other_file = SourceRecord { path: "b.jsonl".to_owned(), ..range([64, 100], 4, &[], 64) };
-        let in_turn = SourceRecord { every: Some([0, 2]), ..range([64, 100], 4, &[], 64) };
         let whole = SourceRecord { range: None, ..range([64, 100], 4, &[], 64) };
-        for next in [range([65, 100], 4, &[], 64), other_file, in_turn, whole] {
+        for next in [range([65, 100], 4, &[], 64), other_file, whole] {
             assert!(!first.clone().join(&next), "{next:?}");
         }
     }

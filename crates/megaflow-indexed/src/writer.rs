@@ -9,6 +9,7 @@ use std::io::{self, BufReader, BufWriter, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 
 use megaflow_core::TokenDtype;
+use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::layout::{HEADER_BYTES, MAGIC, VERSION};
@@ -64,12 +65,15 @@ pub(crate) fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Err
     move |source| WriteError::Io { path, action, source }
 }
 
-/// Folder beside the output in which a job keeps everything that is not complete. Removed when dropped.
+/// Folder beside the output in which a job keeps everything that is not complete. Removed when dropped, unless it is kept for
+/// a later job that goes on.
 ///
 /// It holds a lock file, so that two jobs on one output cannot mix; the system frees the lock of a killed job.
 #[derive(Debug)]
 pub struct StagingFolder {
     path: PathBuf,
+    lock_path: PathBuf,
+    keep: bool,
     _lock: File,
 }
 
@@ -77,9 +81,19 @@ impl StagingFolder {
     /// Makes and locks `PREFIX.partial`, and empties what a killed job left there.
     ///
     /// # Errors
+    /// As `open`.
+    pub fn create(prefix: &Path) -> Result<Self, WriteError> {
+        let staging = Self::open(prefix)?;
+        staging.clear()?;
+        Ok(staging)
+    }
+
+    /// Makes and locks `PREFIX.partial`; what a killed job left there stays.
+    ///
+    /// # Errors
     /// [`WriteError::Busy`] if another job holds it, [`WriteError::NotOurs`] if it is something else, [`WriteError::Io`]
     /// if the folder of the output cannot be written.
-    pub fn create(prefix: &Path) -> Result<Self, WriteError> {
+    pub fn open(prefix: &Path) -> Result<Self, WriteError> {
         let mut name = prefix.as_os_str().to_owned();
         name.push(".partial");
         let path = PathBuf::from(name);
@@ -105,14 +119,26 @@ impl StagingFolder {
                 io_error(&lock_path, "lock")(error.into())
             }
         })?;
-        let staging = Self { path, _lock: lock };
-        for entry in fs::read_dir(&staging.path).map_err(io_error(&staging.path, "list"))? {
-            let left_over = entry.map_err(io_error(&staging.path, "list"))?.path();
-            if left_over != lock_path {
+        Ok(Self { path, lock_path, keep: false, _lock: lock })
+    }
+
+    /// Removes everything but the lock.
+    ///
+    /// # Errors
+    /// [`WriteError::Io`].
+    pub fn clear(&self) -> Result<(), WriteError> {
+        for entry in fs::read_dir(&self.path).map_err(io_error(&self.path, "list"))? {
+            let left_over = entry.map_err(io_error(&self.path, "list"))?.path();
+            if left_over != self.lock_path {
                 fs::remove_file(&left_over).map_err(io_error(&left_over, "remove what a killed job left"))?;
             }
         }
-        Ok(staging)
+        Ok(())
+    }
+
+    /// Whether the folder outlives this value, so that a later job can go on.
+    pub fn set_keep(&mut self, keep: bool) {
+        self.keep = keep;
     }
 
     /// The folder.
@@ -123,8 +149,10 @@ impl StagingFolder {
 
 impl Drop for StagingFolder {
     fn drop(&mut self) {
-        // What cannot be removed is emptied by the next job with this output.
-        let _ = fs::remove_dir_all(&self.path);
+        if !self.keep {
+            // What cannot be removed is emptied by the next job with this output.
+            let _ = fs::remove_dir_all(&self.path);
+        }
     }
 }
 
@@ -166,7 +194,7 @@ impl EncodedDocuments {
 }
 
 /// Counts of a pair.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PairCounts {
     /// Documents, empty ones included.
     pub documents: u64,
@@ -176,6 +204,15 @@ pub struct PairCounts {
     pub sequences: u64,
     /// Tokens.
     pub tokens: u64,
+}
+
+/// How much of a pair is durable: enough to go on after the job that wrote it was killed.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PairState {
+    /// What it holds.
+    pub counts: PairCounts,
+    /// Checksums of the whole blocks of the `.bin`.
+    pub bin_xxh3_64: Vec<String>,
 }
 
 /// Writes one pair into a staging folder.
@@ -195,24 +232,70 @@ impl IndexedWriter {
     /// # Errors
     /// [`WriteError::Io`].
     pub fn create(staging: &StagingFolder, prefix: &Path, dtype: TokenDtype) -> Result<Self, WriteError> {
-        let name = prefix.file_name().unwrap_or_default();
-        let staged = staging.path.join(name);
+        let staged = staged_path(staging, prefix);
+        let bin = ChecksummedFile::create(with_suffix(&staged, ".bin"))?;
+        let mut writer = Self::with_files(&staged, prefix, dtype, bin, &PairState::default())?;
+        writer.boundaries.write_all(&0_i64.to_le_bytes()).map_err(io_error(&staged, "write"))?;
+        Ok(writer)
+    }
+
+    /// Goes on with a pair from its last durable state; what was written behind it is cut off.
+    ///
+    /// # Errors
+    /// [`WriteError::Io`], also if a file is shorter than the state says.
+    pub fn resume(
+        staging: &StagingFolder,
+        prefix: &Path,
+        dtype: TokenDtype,
+        state: &PairState,
+    ) -> Result<Self, WriteError> {
+        let staged = staged_path(staging, prefix);
+        let bytes = state.counts.tokens * dtype.size_bytes() as u64;
+        let bin = ChecksummedFile::resume(with_suffix(&staged, ".bin"), bytes, &state.bin_xxh3_64)?;
+        let mut writer = Self::with_files(&staged, prefix, dtype, bin, state)?;
+        let sizes = [4 * state.counts.sequences, 8 * (state.counts.documents + 1)];
+        for (file, size) in [&mut writer.lengths, &mut writer.boundaries].into_iter().zip(sizes) {
+            cut_to(file.get_mut(), size).map_err(io_error(&staged, "go on with the index"))?;
+        }
+        Ok(writer)
+    }
+
+    fn with_files(
+        staged: &Path,
+        prefix: &Path,
+        dtype: TokenDtype,
+        bin: ChecksummedFile,
+        state: &PairState,
+    ) -> Result<Self, WriteError> {
+        let is_new = *state == PairState::default();
         let scratch = |suffix: &str| {
-            let path = with_suffix(&staged, suffix);
-            let file = File::options().read(true).write(true).create(true).truncate(true).open(&path);
-            file.map_err(io_error(&path, "make the file"))
+            let path = with_suffix(staged, suffix);
+            let file = File::options().read(true).write(true).create(true).truncate(is_new).open(&path);
+            file.map(BufWriter::new).map_err(io_error(&path, "make the file"))
         };
-        let mut boundaries = BufWriter::new(scratch(".boundaries")?);
-        boundaries.write_all(&0_i64.to_le_bytes()).map_err(io_error(&staged, "write"))?;
         Ok(Self {
             dtype,
             prefix: prefix.to_owned(),
-            bin: ChecksummedFile::create(with_suffix(&staged, ".bin"))?,
-            lengths: BufWriter::new(scratch(".lengths")?),
-            boundaries,
-            staged,
-            counts: PairCounts::default(),
+            bin,
+            lengths: scratch(".lengths")?,
+            boundaries: scratch(".boundaries")?,
+            staged: staged.to_owned(),
+            counts: state.counts,
         })
+    }
+
+    /// Makes everything appended so far durable.
+    ///
+    /// # Errors
+    /// [`WriteError::Io`].
+    pub fn checkpoint(&mut self) -> Result<PairState, WriteError> {
+        let synced = [&mut self.lengths, &mut self.boundaries].into_iter().try_for_each(|file| {
+            file.flush()?;
+            file.get_ref().sync_data()
+        });
+        synced.map_err(io_error(&self.staged, "make the index durable"))?;
+        self.bin.file.sync_data().map_err(io_error(&self.bin.path, "make durable"))?;
+        Ok(PairState { counts: self.counts, bin_xxh3_64: self.bin.record.xxh3_64.clone() })
     }
 
     /// Appends documents.
@@ -273,10 +356,6 @@ impl IndexedWriter {
             copy_chunks(&mut boundaries, 8, |bytes| index.write(bytes).map_err(into_io))
         })();
         copied.map_err(io_error(&index_path, "write the index"))?;
-        for scratch in [".lengths", ".boundaries"] {
-            let path = with_suffix(&self.staged, scratch);
-            fs::remove_file(&path).map_err(io_error(&path, "remove"))?;
-        }
         Ok(StagedPair {
             bin: self.bin.finish()?,
             idx: index.finish()?,
@@ -284,7 +363,6 @@ impl IndexedWriter {
             prefix: self.prefix,
             dtype: self.dtype,
             counts: self.counts,
-            has_sidecar: false,
         })
     }
 }
@@ -302,7 +380,6 @@ pub struct StagedPair {
     pub counts: PairCounts,
     staged: PathBuf,
     prefix: PathBuf,
-    has_sidecar: bool,
 }
 
 impl StagedPair {
@@ -315,14 +392,14 @@ impl StagedPair {
         prefix: PathBuf,
     ) -> Self {
         let (bin, idx) = files;
-        Self { bin, idx, dtype, counts, staged, prefix, has_sidecar: false }
+        Self { bin, idx, dtype, counts, staged, prefix }
     }
 
     /// Adds the sidecar.
     ///
     /// # Errors
     /// [`WriteError::Io`].
-    pub fn write_sidecar(&mut self, sidecar: &Sidecar) -> Result<(), WriteError> {
+    pub fn write_sidecar(&self, sidecar: &Sidecar) -> Result<(), WriteError> {
         self.write_sidecar_text(&sidecar.to_json())
     }
 
@@ -330,11 +407,10 @@ impl StagedPair {
     ///
     /// # Errors
     /// [`WriteError::Io`].
-    pub fn write_sidecar_text(&mut self, text: &str) -> Result<(), WriteError> {
+    pub fn write_sidecar_text(&self, text: &str) -> Result<(), WriteError> {
         let mut file = ChecksummedFile::create(with_suffix(&self.staged, ".json"))?;
         file.write(text.as_bytes())?;
         file.finish()?;
-        self.has_sidecar = true;
         Ok(())
     }
 
@@ -352,12 +428,48 @@ impl StagedPair {
                 _ => {}
             }
         }
-        let suffixes = [".bin", ".json", ".idx"];
-        for suffix in suffixes.into_iter().filter(|suffix| *suffix != ".json" || self.has_sidecar) {
-            publish_file(&with_suffix(&self.staged, suffix), &with_suffix(&self.prefix, suffix))?;
-        }
+        publish_pair(&self.staged, &self.prefix)?;
         Ok(self.prefix)
     }
+}
+
+/// Goes on with a publication that was interrupted: files that have their final names already are left alone.
+///
+/// # Errors
+/// [`WriteError::Io`].
+pub fn resume_publication(staging: &StagingFolder, prefix: &Path) -> Result<(), WriteError> {
+    let staged = staged_path(staging, prefix);
+    let idx = with_suffix(prefix, ".idx");
+    let is_started = !with_suffix(&staged, ".bin").exists();
+    if !is_started && idx.exists() {
+        fs::remove_file(&idx).map_err(io_error(&idx, "replace the old file"))?;
+    }
+    publish_pair(&staged, prefix)
+}
+
+/// `.bin` first, `.idx` last; a staged file that is not there has its final name already, or never was.
+fn publish_pair(staged: &Path, prefix: &Path) -> Result<(), WriteError> {
+    for suffix in [".bin", ".json", ".idx"] {
+        let from = with_suffix(staged, suffix);
+        if from.exists() {
+            publish_file(&from, &with_suffix(prefix, suffix))?;
+        }
+    }
+    Ok(())
+}
+
+fn staged_path(staging: &StagingFolder, prefix: &Path) -> PathBuf {
+    staging.path.join(prefix.file_name().unwrap_or_default())
+}
+
+/// Cuts a file to `size` and goes to its end; a shorter file is an error.
+fn cut_to(file: &mut File, size: u64) -> io::Result<()> {
+    if file.metadata()?.len() < size {
+        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file is shorter than the journal says"));
+    }
+    file.set_len(size)?;
+    file.seek(io::SeekFrom::Start(size))?;
+    Ok(())
 }
 
 /// Renames a durable file, then makes the new name durable.
@@ -421,9 +533,33 @@ impl ChecksummedFile {
         Ok(Self { path, file, hash: Box::new(Xxh3::new()), hashed_bytes: 0, record })
     }
 
+    /// Goes on behind the first `bytes`, of which the whole blocks have known checksums; the rest is read again.
+    fn resume(path: PathBuf, bytes: u64, xxh3_64: &[String]) -> Result<Self, WriteError> {
+        let opened = File::options().read(true).write(true).open(&path);
+        let file = opened.map_err(io_error(&path, "go on with the file"))?;
+        let known = (xxh3_64.len() as u64).min(bytes / CHECKSUM_BLOCK_BYTES as u64);
+        let hashed = known * CHECKSUM_BLOCK_BYTES as u64;
+        let record = FileRecord {
+            bytes: hashed,
+            block_bytes: CHECKSUM_BLOCK_BYTES as u64,
+            xxh3_64: xxh3_64[..known as usize].to_vec(),
+        };
+        let mut resumed = Self { path, file, hash: Box::new(Xxh3::new()), hashed_bytes: 0, record };
+        let read_again = (|| {
+            cut_to(&mut resumed.file, bytes)?;
+            resumed.file.seek(io::SeekFrom::Start(hashed))?;
+            let mut tail = Vec::new();
+            Read::by_ref(&mut resumed.file).take(bytes - hashed).read_to_end(&mut tail)?;
+            resumed.take_in(&tail);
+            Ok(())
+        })();
+        read_again.map_err(io_error(&resumed.path, "go on with the file"))?;
+        Ok(resumed)
+    }
+
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), WriteError> {
         self.file.write_all(bytes).map_err(io_error(&self.path, "write"))?;
-        self.account(bytes);
+        self.take_in(bytes);
         Ok(())
     }
 
@@ -436,12 +572,12 @@ impl ChecksummedFile {
             return Ok(false);
         }
         self.file.write_all(&bytes[copied..]).map_err(io_error(&self.path, "write"))?;
-        self.account(bytes);
+        self.take_in(bytes);
         Ok(true)
     }
 
-    /// Counts and hashes bytes that were written.
-    fn account(&mut self, bytes: &[u8]) {
+    /// Counts and hashes bytes that are in the file.
+    fn take_in(&mut self, bytes: &[u8]) {
         self.record.bytes += bytes.len() as u64;
         let mut rest = bytes;
         while !rest.is_empty() {

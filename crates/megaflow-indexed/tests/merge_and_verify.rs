@@ -30,7 +30,7 @@ fn write(prefix: &Path, documents: &Documents, dtype: TokenDtype, tokenizer: Opt
         encoded.end_document(document.len() as u32);
         writer.append(&encoded).unwrap();
     }
-    let mut pair = writer.finish().unwrap();
+    let pair = writer.finish().unwrap();
     if tokenizer.is_some() {
         let source = SourceRecord {
             path: prefix.display().to_string(),
@@ -203,7 +203,10 @@ fn verify_finds_every_changed_field_by_structure_alone() {
         let report = check(&prefix);
         assert!(report.num_faults > 0, "{value:?} at {at}");
         let output = folder.path().join("merged");
-        assert!(merge_all(&[prefix.clone()], &output, &MergeOptions::default()).is_err(), "{value:?} at {at}");
+        assert!(
+            merge_all(std::slice::from_ref(&prefix), &output, &MergeOptions::default()).is_err(),
+            "{value:?} at {at}"
+        );
         assert!(!file(&output, ".idx").exists() && !file(&output, ".partial").exists());
     }
 }
@@ -378,7 +381,7 @@ fn the_same_pair_twice_and_an_output_that_is_an_input_are_refused() {
     let before = bytes(&pair);
     assert!(matches!(merge_all(&[other, pair.clone()], &pair, &options), Err(MergeError::OutputIsInput { .. })));
     assert!(matches!(merge_all(&[], &folder.path().join("m"), &options), Err(MergeError::NoPairs)));
-    assert!(matches!(merge_all(&[pair.clone()], Path::new("/"), &options), Err(MergeError::NoName { .. })));
+    assert!(matches!(merge_all(std::slice::from_ref(&pair), Path::new("/"), &options), Err(MergeError::NoName { .. })));
     assert_eq!(bytes(&pair), before);
 }
 
@@ -387,7 +390,8 @@ fn stopping_leaves_nothing_behind() {
     let folder = tempfile::tempdir().unwrap();
     let pair = write(&folder.path().join("a"), &small(), TokenDtype::U16, Some(tokenizer()));
     let output = folder.path().join("m");
-    let stopped = merge(&[pair.clone()], &output, &MergeOptions::default(), &mut |_, _| ControlFlow::Break(()));
+    let stopped =
+        merge(std::slice::from_ref(&pair), &output, &MergeOptions::default(), &mut |_, _| ControlFlow::Break(()));
     assert!(matches!(stopped, Err(MergeError::Stopped)));
     assert_eq!(names(folder.path()), ["a.bin", "a.idx", "a.json"]);
     let stopped = verify(&pair, VerifyOptions::default(), &mut |_, _| ControlFlow::Break(()));

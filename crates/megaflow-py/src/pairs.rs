@@ -242,7 +242,7 @@ impl PairWriter {
     fn publish(&self, py: Python<'_>, text: &str) -> PyResult<PathBuf> {
         py.without_gil(|| {
             let mut state = self.lock();
-            let State::Finished(mut pair) = std::mem::replace(&mut state.0, State::Closed) else {
+            let State::Finished(pair) = std::mem::replace(&mut state.0, State::Closed) else {
                 return Err(closed());
             };
             pair.write_sidecar_text(text).map_err(IntoPyErr::into_py_err)?;

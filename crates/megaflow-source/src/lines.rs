@@ -46,8 +46,9 @@ impl LineReader {
         range: LineRange,
         block_bytes: usize,
     ) -> Result<Self, SourceError> {
-        let input_bytes = 0;
         let (position, end) = (range.position, range.end);
+        // Behind an interruption, what was read to get there is no progress.
+        let input_bytes = if position.record > 1 { decoded.input_bytes() } else { 0 };
         let block_bytes = block_bytes.max(1);
         let mut reader =
             Self { path, format, decoded, block_bytes, carry: head, position, end, input_bytes, at_end: false };

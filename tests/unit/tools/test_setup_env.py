@@ -152,6 +152,8 @@ def test_the_extension_is_built_again_after_a_build_that_failed(environment, che
 def test_packages_are_installed_once_and_torch_only_where_there_is_none(environment, checkout, commands, monkeypatch):
     monkeypatch.setattr(setup_env, "torch_of", lambda _: "2.11.0")
     monkeypatch.setattr(setup_env, "read_requirements", lambda _: ["numpy", "torch>=2.11"])
+    (environment.folder / "bin").mkdir()
+    (environment.folder / "bin/torchrun").touch()
     setup_env.install_packages(environment)
     setup_env.install_packages(environment)
     assert len(commands) == 2  # pip itself, then everything else
@@ -160,6 +162,17 @@ def test_packages_are_installed_once_and_torch_only_where_there_is_none(environm
     monkeypatch.setattr(setup_env, "torch_of", lambda _: None)
     setup_env.install_packages(environment)
     assert setup_env.TORCH_RANGE in commands[3]
+
+
+def test_programs_of_a_reused_environment_start_in_ours(environment, checkout, commands, monkeypatch):
+    monkeypatch.setattr(setup_env, "torch_of", lambda _: "2.11.0")
+    monkeypatch.setattr(setup_env, "read_requirements", lambda _: ["numpy"])
+    (environment.folder / "bin").mkdir()
+    setup_env.install_packages(environment)
+    assert "--ignore-installed --no-deps --group build" in commands[2]
+    torchrun = environment.folder / "bin/torchrun"
+    assert f"exec {environment.python} -m torch.distributed.run" in torchrun.read_text()
+    assert os.access(torchrun, os.X_OK)
 
 
 def test_a_folder_that_is_no_environment_is_refused_and_kept(environment):

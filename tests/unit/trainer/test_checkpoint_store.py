@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from megaflow.errors import CheckpointError, FileAccessError
 from megaflow_trainer.checkpoint import store
@@ -155,6 +156,19 @@ def test_a_file_that_is_not_safetensors_is_an_error_in_words(tmp_path: Path) -> 
     (tmp_path / "model.safetensors").write_bytes(b"junk" * 10)
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         store.read_tensors(tmp_path, "model")
+
+
+def test_a_full_disk_leaves_the_earlier_step_and_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 5)
+
+    def refuse(*_: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "save_file", refuse)
+        with pytest.raises(FileAccessError, match="cannot be written: No space left on device"):
+            write(tmp_path, 10)
+    assert find_step(tmp_path) == 5
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:

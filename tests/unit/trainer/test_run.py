@@ -61,7 +61,7 @@ def test_a_finished_run_started_again_does_nothing(
 
 
 def test_save_and_load_of_one_empty_folder_is_a_fresh_start(prefix: str, tmp_path: Path) -> None:
-    assert run_tiny(prefix, [*LENGTH, "--save", str(tmp_path / "d"), "--load", str(tmp_path / "d")]) == 0
+    assert run_tiny(prefix, [*LENGTH, "--save", str(tmp_path / "d"), "--load", f"{tmp_path}/./d/"]) == 0
 
 
 def test_loading_starts_from_another_folder_until_the_own_one_has_a_step(prefix: str, tmp_path: Path) -> None:

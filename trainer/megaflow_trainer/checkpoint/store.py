@@ -133,7 +133,10 @@ def fill_tensors(targets: Mapping[str, Tensor], source: Mapping[str, Tensor], pa
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # what it raises on a full disk, too
+        raise OSError(str(error)) from None
     with path.open("rb+") as file:
         os.fsync(file.fileno())
     return path.stat().st_size

@@ -200,6 +200,21 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         switches=("--finetune", "--no-load-optim", "--no-load-rng", "--override-opt_param-scheduler"),
     ),
     NotBuilt(
+        "batch ramp-up",
+        "drop the flag: every step has the same global batch",
+        valued=(("--rampup-batch-size", ()),),
+    ),
+    NotBuilt(
+        "blends of several datasets",
+        "give one prefix by --data-path",
+        valued=tuple((name, ()) for name in ("--train-data-path", "--valid-data-path", "--test-data-path")),
+    ),
+    NotBuilt(
+        "TensorBoard and wandb logs",
+        "drop the flag: metrics.jsonl in the run folder holds every value",
+        valued=(("--tensorboard-dir", ()), ("--wandb-project", ())),
+    ),
+    NotBuilt(
         "document masks",
         "drop the flag: attention crosses document boundaries",
         switches=("--reset-position-ids", "--reset-attention-mask"),

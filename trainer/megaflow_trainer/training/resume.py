@@ -84,11 +84,15 @@ def choose_checkpoint(config: CheckpointConfig) -> Path | None:
     if config.save is not None:
         store.prepare_folder(Path(config.save))
         path = store.find_checkpoint(Path(config.save))
-    if path is None and config.load is not None and config.load != config.save:
+    if path is None and config.load is not None and not _is_same(config.load, config.save):
         path = store.find_checkpoint(Path(config.load))
         if path is None:
             raise CheckpointError(f"--load {config.load}: no complete checkpoint there; drop the flag to start afresh")
     return path
+
+
+def _is_same(one: str, other: str | None) -> bool:
+    return other is not None and Path(one).resolve() == Path(other).resolve()
 
 
 @torch.no_grad()

@@ -1,0 +1,192 @@
+//! What of a job is durable, so that it can go on after being killed.
+//!
+//! The journal is one small file, replaced as a whole. It names the job; a job with another name does not go on with it.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use megaflow_indexed::{PairState, SourceRecord, StagingFolder, WriteError, publish_file};
+use megaflow_source::{ContentHash, Position, Resume};
+use megaflow_tokenize::Tokenizer;
+use serde::{Deserialize, Serialize};
+
+use crate::{BuildError, JobOptions};
+
+const JOURNAL_VERSION: u32 = 1;
+
+/// Everything that decides the bytes of a job's result.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct JobName {
+    version: u32,
+    /// Name, range, size and time of change of each input.
+    inputs: Vec<InputName>,
+    settings: BTreeMap<String, String>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct InputName {
+    path: PathBuf,
+    range: Option<(u64, u64)>,
+    bytes: Option<u64>,
+    modified_ns: Option<u128>,
+}
+
+impl JobName {
+    pub(crate) fn new(options: &JobOptions, tokenizer: &Tokenizer) -> Result<Self, BuildError> {
+        let mut inputs = Vec::new();
+        for input in &options.inputs {
+            let modified = fs::metadata(input.source.name()).and_then(|metadata| metadata.modified()).ok();
+            let since = modified.and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok());
+            inputs.push(InputName {
+                path: input.source.name().to_owned(),
+                range: input.range.as_ref().map(|range| (range.start, range.end)),
+                bytes: input.source.size_bytes()?,
+                modified_ns: since.map(|time| time.as_nanos()),
+            });
+        }
+        let settings = [
+            ("json keys", format!("{:?}", options.json_keys)),
+            ("input format", options.format.map_or("auto", megaflow_source::Format::name).to_owned()),
+            ("invalid UTF-8", if options.replace_invalid_utf8 { "replace" } else { "bad" }.to_owned()),
+            ("partition", format!("{:?}", options.every)),
+            ("end of document", format!("{:?}", options.append_eod)),
+            ("empty documents", format!("{:?}", options.empty_documents)),
+            ("bad records", format!("{:?}", options.on_bad_record)),
+            ("special tokens in text", format!("{:?}", options.encode.special_tokens_in_text)),
+            ("added special tokens", options.encode.add_special_tokens.to_string()),
+            ("tokenizer", tokenizer.fingerprint().to_owned()),
+        ];
+        let settings = settings.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        Ok(Self { version: JOURNAL_VERSION, inputs, settings })
+    }
+
+    /// The first difference between the job of a journal and this one, in words.
+    fn difference(&self, now: &Self) -> Option<String> {
+        if self.version != now.version {
+            return Some(format!("its journal has version {}, not {}", self.version, now.version));
+        }
+        let changed = now.settings.iter().find(|(name, value)| self.settings.get(*name) != Some(value));
+        if let Some((name, value)) = changed {
+            let before = self.settings.get(name).map_or("not set", String::as_str);
+            return Some(format!("{name} was {before} and is {value}"));
+        }
+        if self.inputs.len() != now.inputs.len() {
+            return Some(format!("it had {} inputs, this one has {}", self.inputs.len(), now.inputs.len()));
+        }
+        let pair = self.inputs.iter().zip(&now.inputs).find(|(before, now)| before != now)?;
+        let (before, now) = (pair.0.path.display(), pair.1.path.display());
+        let same_path = pair.0.path == pair.1.path;
+        Some(if same_path { format!("{now} has changed since") } else { format!("it read {before}, this one {now}") })
+    }
+}
+
+/// What is durable.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct State {
+    /// A pair for each key.
+    pub(crate) pairs: Vec<PairState>,
+    /// Bytes of the rejects file.
+    pub(crate) rejects_bytes: u64,
+    /// What was counted.
+    pub(crate) counts: Counts,
+    /// Inputs that were begun; all but the last are done.
+    pub(crate) sources: Vec<SourceRecord>,
+    /// Where to go on in the last of them; `None` if it is done too.
+    pub(crate) resume: Option<SavedResume>,
+    /// Whether all files are complete and are being given their final names.
+    pub(crate) is_publishing: bool,
+}
+
+/// Counts of a job that its report needs.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(crate) struct Counts {
+    pub(crate) input_bytes: u64,
+    pub(crate) input_bytes_done: u64,
+    pub(crate) text_bytes: u64,
+    pub(crate) records: u64,
+    pub(crate) rejected: BTreeMap<String, u64>,
+    pub(crate) special_hits: u64,
+    pub(crate) warnings: Vec<String>,
+}
+
+/// [`Resume`] as it is written.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct SavedResume {
+    offset: u64,
+    record: u64,
+    counted_from: u64,
+    content_bytes: u64,
+    content_xxh3_64: Vec<u64>,
+}
+
+impl From<&Resume> for SavedResume {
+    fn from(resume: &Resume) -> Self {
+        let Position { offset, record, counted_from } = resume.position;
+        let ContentHash { bytes, xxh3_64 } = resume.content.clone();
+        Self { offset, record, counted_from, content_bytes: bytes, content_xxh3_64: xxh3_64 }
+    }
+}
+
+impl From<&SavedResume> for Resume {
+    fn from(saved: &SavedResume) -> Self {
+        let position = Position { offset: saved.offset, record: saved.record, counted_from: saved.counted_from };
+        let content = ContentHash { bytes: saved.content_bytes, xxh3_64: saved.content_xxh3_64.clone() };
+        Self { position, content }
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct JournalFile {
+    job: JobName,
+    state: State,
+}
+
+/// The journal of a job in its staging folder.
+pub(crate) struct Journal {
+    path: PathBuf,
+    job: JobName,
+}
+
+impl Journal {
+    pub(crate) fn new(staging: &StagingFolder, job: JobName) -> Self {
+        Self { path: staging.path().join("journal.json"), job }
+    }
+
+    /// State of an interrupted job of this very name; `None` if there is no journal.
+    pub(crate) fn load(&self) -> Result<Option<State>, BuildError> {
+        let bytes = match fs::read(&self.path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(self.io("read the journal", source).into()),
+        };
+        let other = |difference: String| BuildError::OtherJob {
+            path: self.path.parent().unwrap_or(Path::new("")).to_owned(),
+            difference,
+        };
+        let saved: JournalFile =
+            serde_json::from_slice(&bytes).map_err(|error| other(format!("its journal cannot be read ({error})")))?;
+        match saved.job.difference(&self.job) {
+            Some(difference) => Err(other(difference)),
+            None => Ok(Some(saved.state)),
+        }
+    }
+
+    /// Makes a state durable: it names only what was made durable before.
+    pub(crate) fn save(&self, state: State) -> Result<(), WriteError> {
+        let text = serde_json::to_vec(&JournalFile { job: self.job.clone(), state })
+            .expect("a journal holds strings and numbers only");
+        let fresh = self.path.with_extension("new");
+        let written = File::create(&fresh).and_then(|mut file| {
+            file.write_all(&text)?;
+            file.sync_all()
+        });
+        written.map_err(|source| self.io("write the journal", source))?;
+        publish_file(&fresh, &self.path)
+    }
+
+    fn io(&self, action: &'static str, source: io::Error) -> WriteError {
+        WriteError::Io { path: self.path.clone(), action, source }
+    }
+}
