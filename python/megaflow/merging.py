@@ -1,0 +1,100 @@
+"""Several `.bin/.idx` pairs to one."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaflow import _core
+from megaflow.errors import ConfigError, DataFormatError, MissingFileError
+
+StrPath = str | os.PathLike[str]
+BytesProgress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all, about ten times a second."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeReport:
+    """What was merged."""
+
+    prefix: str
+    dtype: str
+    documents: int
+    empty_documents: int
+    sequences: int
+    tokens: int
+    bin_bytes: int
+    num_widened: int
+    """Pairs whose tokens were stored in a larger type than theirs."""
+    no_sidecar: str | None
+    """Why the merged pair has no sidecar; None if it has one."""
+
+
+def merge(
+    prefixes: Sequence[StrPath],
+    output_prefix: StrPath,
+    *,
+    widen: bool = False,
+    force: bool = False,
+    progress: BytesProgress | None = None,
+) -> MergeReport:
+    """Merges pairs, in this order, into `output_prefix.bin` and `.idx`: the bytes of one job over all their inputs.
+
+    Memory does not depend on the sizes. The result appears under its name only when complete. Its sidecar names the
+    sources of all pairs, each shifted by the documents before it.
+
+    Args:
+        prefixes: the pairs, as `resolve_prefix` takes them; none twice.
+        output_prefix: of the result, without `.bin`; nothing is appended to it.
+        widen: pairs of different token types become the smallest type that holds them all, instead of being refused.
+        force: pairs of different tokenizers are merged, without a sidecar, instead of being refused.
+        progress: called on the calling thread.
+
+    Raises:
+        ConfigError: if no pair is named, one is named twice, or the output is one of them.
+        MissingFileError, FileAccessError: a pair or the output cannot be used.
+        DataFormatError: a pair is damaged, or token types differ.
+        TokenizerError: tokenizers differ.
+    """
+    report = _core.merge(
+        [Path(prefix) for prefix in prefixes],
+        os.fspath(output_prefix),
+        widen=widen,
+        force=force,
+        command=list(sys.argv),
+        progress=progress or _ignore,
+    )
+    return MergeReport(**report)
+
+
+def prefixes_in(folder: StrPath) -> list[str]:
+    """Prefixes of all pairs in a folder, by name, as Megatron-LM's merge takes them.
+
+    Raises:
+        MissingFileError: if there is no such folder.
+        ConfigError: if it holds no pair.
+        DataFormatError: if a file of a pair lacks the other one.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise MissingFileError(f"{path}: no such folder of pairs to merge")
+    names: dict[str, set[str]] = {}
+    for file in path.iterdir():
+        if file.suffix in (".bin", ".idx") and file.is_file():
+            names.setdefault(file.name.removesuffix(file.suffix), set()).add(file.suffix)
+    for name, suffixes in sorted(names.items()):
+        if len(suffixes) == 1:
+            (there,) = suffixes
+            gone = ".idx" if there == ".bin" else ".bin"
+            raise DataFormatError(
+                f"{path / name}{there} is there, but {name}{gone} is not; "
+                "complete the pair or take it out of the folder"
+            )
+    if not names:
+        raise ConfigError(f"{path} holds no .bin/.idx pair to merge")
+    return [str(path / name) for name in sorted(names)]
+
+
+def _ignore(*_: int) -> None:
+    return None

@@ -1,0 +1,58 @@
+"""Megatron-LM's `--partitions`: an order of documents, made without rewriting the input."""
+
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaflow.errors import ConfigError
+from megaflow.merging import MergeReport, StrPath, merge
+from megaflow.preprocessing import PreprocessOptions, default_prefix, preprocess
+from megaflow.tokenizer import Tokenizer
+
+
+def run_partitions(
+    inputs: Sequence[StrPath],
+    options: PreprocessOptions,
+    partitions: int,
+    *,
+    tokenizer: Tokenizer | None = None,
+    keep_parts: bool = False,
+) -> list[MergeReport]:
+    """Makes the pairs of `--partitions N`: lines 0, N, 2N ... come first, then lines 1, N + 1 and so on.
+
+    The input is read once for each partition, and each reading tokenizes its own lines alone. Nothing is copied.
+    `--keep-sequential-samples` needs none of this: its order is that of one job.
+
+    Args:
+        inputs: as `preprocess` takes them.
+        options: of the job.
+        partitions: at least 1.
+        tokenizer: as `preprocess` takes it.
+        keep_parts: leave the pairs of the partitions as `PREFIX_0_KEY_document` and so on, as Megatron-LM does; else
+            they are made in a folder beside the output and removed.
+
+    Returns:
+        What was merged, one report for each key.
+
+    Raises:
+        ConfigError: if `partitions` is less than 1.
+        MegaflowError: as `preprocess` and `merge`.
+    """
+    if partitions < 1:
+        raise ConfigError(f"--partitions must be at least 1, got {partitions}")
+    prefix = Path(options.output_prefix or default_prefix(list(inputs)))
+    folder = prefix.with_name(f"{prefix.name}.partitions")
+    parts = [
+        prefix.with_name(f"{prefix.name}_{index}") if keep_parts else folder / str(index) for index in range(partitions)
+    ]
+    for index, part in enumerate(parts):
+        settings = dataclasses.replace(
+            options, output_prefix=str(part), every=(index, partitions), allow_no_documents=True
+        )
+        preprocess(inputs, settings, tokenizer=tokenizer)
+    names = [f"_{key}_document" for key in options.json_keys]
+    reports = [merge([f"{part}{name}" for part in parts], f"{prefix}{name}") for name in names]
+    if not keep_parts:
+        shutil.rmtree(folder, ignore_errors=True)
+    return reports
