@@ -20,7 +20,9 @@ __all__ = [
     "Tokenizer",
     "__version__",
     "checksum_file",
+    "discover",
     "merge",
+    "plan_shards",
     "preprocess",
     "resolve_prefix",
     "split_matrix",
@@ -57,6 +59,10 @@ class Tokenizer:
     @property
     def files(self) -> list[Path]: ...
 
+def discover(names: list[str], takes_text: bool) -> list[Path]: ...
+def plan_shards(
+    inputs: list[tuple[str, str, Any, tuple[int, int] | None]], input_format: str, num_shards: int
+) -> list[list[tuple[int, tuple[int, int] | None]]]: ...
 def preprocess(
     settings: dict[str, Any], tokenizer: Tokenizer, progress: Callable[[int, int, int, int, int], None]
 ) -> dict[str, Any]: ...

@@ -1,4 +1,6 @@
-"""Text files to `.bin/.idx` pairs."""
+"""Text of any source to `.bin/.idx` pairs."""
+
+from __future__ import annotations
 
 import os
 import sys
@@ -10,12 +12,14 @@ from typing import Literal
 
 from megaflow import _core
 from megaflow.errors import ConfigError
+from megaflow.inputs import ArrowStream, CoreInput, Input, resolve_inputs
 from megaflow.tokenizer import Tokenizer
 
 Progress = Callable[[int, int, int, int, int], None]
 """Called with bytes done, bytes in all, documents, tokens, bad records; about ten times a second."""
 
-_INPUT_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_INPUT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".pq", ".arrow", ".arrows", ".feather", ".txt")
+_PACKED_SUFFIXES = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +29,11 @@ class PreprocessOptions:
     output_prefix: str | None = None
     """The pairs are named PREFIX_KEY_document; by default the one input's name without its suffix."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of the records that hold text; each makes a pair."""
+    """Keys (of tables: columns) that hold text; each makes a pair. A key with dots is a path, if none has that name."""
+    input_format: Literal["auto", "jsonl", "text", "text-lines", "parquet", "arrow", "arrow-stream"] = "auto"
+    """What the inputs are; with auto their first bytes decide. text is a document a file, text-lines one a line."""
+    invalid_utf8: Literal["error", "replace"] = "error"
+    """Whether bytes that are not UTF-8 make a record bad, or become U+FFFD."""
     append_eod: bool = True
     """Whether the end-of-document token is appended to each document."""
     eod_token: str | None = None
@@ -48,6 +56,12 @@ class PreprocessOptions:
     """Threads that tokenize; by default one for each processor."""
     block_bytes: int = 1 << 20
     """Bytes of input that a thread takes at a time. The result does not depend on it."""
+    restart: bool = False
+    """Whether what an interrupted job of the same output has done is thrown away."""
+    journal_every_s: float = 15.0
+    """Seconds between two entries of the journal from which a killed job goes on."""
+    every: tuple[int, int] | None = None
+    """(index, modulo): only lines whose number, from 0, leaves `index` divided by `modulo`: Megatron's partitions."""
     allow_no_documents: bool = False
     """Whether an input without documents gives an empty pair, as in Megatron, and not an error."""
 
@@ -70,6 +84,13 @@ class PreprocessReport:
 
     pairs: tuple[PairReport, ...]
     input_bytes: int
+    """Bytes of the inputs, compressed as they are."""
+    text_bytes: int
+    """Bytes of the texts that were tokenized, in UTF-8."""
+    warnings: list[str]
+    """Sentences about inputs whose names promise something else than they hold."""
+    resumed_documents: int
+    """Documents that an interrupted job had done before."""
     records: int
     rejected: dict[str, int]
     """Bad records by reason."""
@@ -93,18 +114,22 @@ class PreprocessReport:
 
 
 def preprocess(
-    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    inputs: Input | Sequence[Input],
     options: PreprocessOptions | None = None,
     *,
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
 ) -> PreprocessReport:
-    """Turns files of JSON lines into `.bin/.idx` pairs with their sidecars, in input order.
+    """Turns text into `.bin/.idx` pairs with their sidecars, in input order.
 
-    The result does not depend on the number of threads. Files appear under their final names only when complete.
+    The result does not depend on the number of threads, nor on the container or compression of the inputs. Files appear
+    under their final names only when complete. A job that was killed goes on where it was when the same call is made
+    again.
 
     Args:
-        inputs: one file or several, read in this order.
+        inputs: one input or several, read in this order: a file, a folder, a pattern, `@list`, `-` (standard input), a
+            URL, or any object with `__arrow_c_stream__` (tables of pyarrow, polars, duckdb, datasets; their data is not
+            copied).
         options: what to do; the defaults are those of `megaflow-preprocess`.
         tokenizer: GPT-2's by default.
         progress: called about ten times a second on the calling thread.
@@ -112,17 +137,29 @@ def preprocess(
     Raises:
         ConfigError: if the options make no sense.
         MissingFileError, FileAccessError: an input or the output cannot be used.
-        DataFormatError: a record is not a document; the message names file, line and byte.
+        DataFormatError: a record is not a document, or an input is damaged; the message names file and place.
         NoDocumentsError: the input holds no document.
+        CheckpointError: an interrupted job of the same output was another one; `restart` throws it away.
     """
     options = options or PreprocessOptions()
-    paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
-    tokenizer = tokenizer or Tokenizer.gpt2()
+    resolved = resolve_inputs(inputs, takes_text=options.input_format.startswith("text"))
+    prefix = options.output_prefix or default_prefix(inputs)
+    return run_job(resolved, prefix, options, tokenizer or Tokenizer.gpt2(), progress)
+
+
+def run_job(
+    inputs: Sequence[CoreInput],
+    prefix: str,
+    options: PreprocessOptions,
+    tokenizer: Tokenizer,
+    progress: Progress | None = None,
+) -> PreprocessReport:
+    """Runs a job over resolved inputs; see `preprocess`."""
     wall, cpu = time.perf_counter(), time.process_time()
     settings = {
         **{name: getattr(options, name) for name in PreprocessOptions.__slots__},
-        "inputs": [Path(path) for path in paths],
-        "output_prefix": Path(options.output_prefix or default_prefix(paths)),
+        "inputs": list(inputs),
+        "output_prefix": Path(prefix),
         "json_keys": list(options.json_keys),
         "command": list(sys.argv),
         "tokenizer_type": tokenizer.type,
@@ -137,12 +174,23 @@ def preprocess(
     )
 
 
-def default_prefix(paths: Sequence[str | os.PathLike[str]]) -> str:
-    """Output prefix of a single input: its path without `.jsonl`, `.ndjson` or `.json`."""
-    if len(paths) != 1:
-        raise ConfigError(f"{len(paths)} inputs need a name for their output: --output-prefix")
-    path = os.fspath(paths[0])
-    return next((path.removesuffix(suffix) for suffix in _INPUT_SUFFIXES if path.endswith(suffix)), path)
+def default_prefix(inputs: Input | Sequence[Input]) -> str:
+    """Output prefix of a single input: its path without the endings of its format and compression.
+
+    Raises:
+        ConfigError: if there are several inputs, or one that has no name for an output.
+    """
+    several = [inputs] if isinstance(inputs, (str, os.PathLike, ArrowStream)) else list(inputs)
+    if len(several) != 1:
+        raise ConfigError(f"{len(several)} inputs need a name for their output: --output-prefix")
+    path = os.fspath(several[0]) if isinstance(several[0], (str, os.PathLike)) else ""
+    if not path or path == "-" or path.startswith("@") or "://" in path or any(mark in path for mark in "*?["):
+        raise ConfigError(f"{path or 'a table'} gives no name for the output: --output-prefix")
+    if Path(path).is_dir():
+        return str(Path(path))
+    for suffixes in (_PACKED_SUFFIXES, _INPUT_SUFFIXES):
+        path = next((path.removesuffix(suffix) for suffix in suffixes if path.endswith(suffix)), path)
+    return path
 
 
 def _ignore(*_: int) -> None:

@@ -247,8 +247,8 @@ fn total_bytes(inputs: &[JobInput]) -> Result<u64, BuildError> {
     let mut total = Some(0);
     for input in inputs {
         let size = input.source.size_bytes()?;
-        let size =
-            size.map(|size| input.range.as_ref().map_or(size, |range| range.end.min(size) - range.start.min(size)));
+        // A range of rows says nothing of bytes: progress then has no end.
+        let size = size.filter(|_| input.range.is_none());
         total = total.zip(size).map(|(total, size)| total + size);
     }
     Ok(total.unwrap_or(0))

@@ -13,8 +13,10 @@ mod options;
 mod output;
 mod rejects;
 mod report;
+mod shards;
 
 pub use error::BuildError;
 pub use job::preprocess;
 pub use options::{EmptyDocuments, JobInput, JobOptions, OnBadRecord, Provenance};
 pub use report::{Progress, Report};
+pub use shards::plan_shards;

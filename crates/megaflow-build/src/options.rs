@@ -32,7 +32,7 @@ pub enum OnBadRecord {
 pub struct JobInput {
     /// The input.
     pub source: Source,
-    /// For a shard: only the lines that begin in these bytes.
+    /// For a shard: only the lines that begin in these bytes, or these rows of a Parquet file.
     pub range: Option<Range<u64>>,
 }
 
@@ -92,7 +92,7 @@ impl JobOptions {
     /// Options that make no sense together.
     pub(crate) fn check(&self) -> Result<(), BuildError> {
         let fault = |text: &str| Err(BuildError::Options(text.to_owned()));
-        if self.inputs.is_empty() {
+        if self.inputs.is_empty() && !self.allow_no_documents {
             return fault("no input: name at least one file");
         }
         if self.every.is_some_and(|(index, modulo)| index >= modulo) {

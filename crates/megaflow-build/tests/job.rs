@@ -1,4 +1,5 @@
 //! Whole jobs on small files.
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::fs;
 use std::ops::ControlFlow;
@@ -64,7 +65,7 @@ fn names(folder: &Path) -> Vec<String> {
 fn documents(prefix: &Path) -> Vec<Vec<Vec<i64>>> {
     let set = IndexedDataset::open(prefix).unwrap();
     let sequence = |index| {
-        let mut tokens = vec![0; set.sequence_len(index).unwrap() as usize];
+        let mut tokens = vec![0; set.sequence_len(index).unwrap()];
         set.read_tokens(index, 0, &mut tokens).unwrap();
         tokens
     };

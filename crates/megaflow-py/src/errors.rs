@@ -52,8 +52,7 @@ impl IntoPyErr for TokenizeError {
 
 fn source_class(error: &SourceError) -> &'static str {
     match error {
-        SourceError::Missing { .. } => "MissingFileError",
-        SourceError::Folder { .. } => "FileAccessError",
+        SourceError::Missing { .. } | SourceError::NothingFound { .. } => "MissingFileError",
         SourceError::Io { source, .. } => io_class(source),
         _ => "DataFormatError",
     }
@@ -76,6 +75,7 @@ impl IntoPyErr for BuildError {
             Self::BadRecord { .. } | Self::TooManyBadRecords { .. } => "DataFormatError",
             Self::NoDocuments { .. } => "NoDocumentsError",
             Self::Options(_) => "ConfigError",
+            Self::OtherJob { .. } => "CheckpointError",
             _ => "MegaflowError",
         };
         error(class, self.to_string())

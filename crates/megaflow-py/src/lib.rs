@@ -3,12 +3,15 @@
 //! Every function extracts its arguments, releases the GIL, calls a crate, and maps the error to a class of
 //! `megaflow.errors`.
 
+#![deny(unsafe_code)]
+
 use pyo3::prelude::*;
 
 mod dataset;
 mod errors;
 mod gil;
 mod indexed;
+mod inputs;
 mod loader;
 mod pairs;
 mod preprocess;

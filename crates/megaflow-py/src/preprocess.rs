@@ -1,26 +1,44 @@
-//! `megaflow._core.preprocess`.
+//! `megaflow._core.preprocess` and what plans it.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
+use std::time::Duration;
 
-use megaflow_build::{EmptyDocuments, JobOptions, OnBadRecord, Progress, Provenance, Report, preprocess as run_job};
+use megaflow_build::{
+    BuildError, EmptyDocuments, JobInput, JobOptions, OnBadRecord, Progress, Provenance, Report, plan_shards as plan,
+    preprocess as run_job,
+};
+use megaflow_source::{Format, Source, SourceError, discover as find_inputs};
 use megaflow_tokenize::EncodeOptions;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::{IntoPyErr, error};
+use crate::gil::WithoutGil;
+use crate::inputs::source_of;
 use crate::tokenizer::{PyTokenizer, special_policy};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(discover, module)?)?;
+    module.add_function(wrap_pyfunction!(plan_shards, module)?)?;
     module.add_function(wrap_pyfunction!(preprocess, module)?)
 }
+
+/// Kind, name, object (for kinds `remote` and `arrow`), begin and end of an input.
+type InputArgument<'py> = (String, String, Option<Bound<'py, PyAny>>, Option<(u64, u64)>);
+
+/// Inputs of one shard: index of the input, begin and end or None for the whole.
+type ShardInputs = Vec<(usize, Option<(u64, u64)>)>;
 
 /// The settings of a job as Python names them.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
-struct Settings {
-    inputs: Vec<PathBuf>,
+struct Settings<'py> {
+    inputs: Vec<InputArgument<'py>>,
+    input_format: String,
+    invalid_utf8: String,
+    every: Option<(u64, u64)>,
     output_prefix: PathBuf,
     json_keys: Vec<String>,
     append_eod: bool,
@@ -32,16 +50,59 @@ struct Settings {
     add_special_tokens: bool,
     workers: usize,
     block_bytes: usize,
+    restart: bool,
+    journal_every_s: f64,
     allow_no_documents: bool,
     command: Vec<String>,
     tokenizer_type: String,
+}
+
+/// The files that names, folders, patterns and lists lead to, in reading order.
+#[pyfunction]
+fn discover(py: Python<'_>, names: Vec<String>, takes_text: bool) -> PyResult<Vec<PathBuf>> {
+    py.without_gil(|| find_inputs(&names, takes_text))
+}
+
+/// Inputs of each shard as `(index of the input, begin and end or None)`.
+#[pyfunction]
+fn plan_shards<'py>(
+    py: Python<'py>,
+    inputs: Vec<InputArgument<'py>>,
+    input_format: &str,
+    num_shards: usize,
+) -> PyResult<Vec<ShardInputs>> {
+    let sources = inputs.iter().map(|(kind, name, object, _)| source_of(kind, name, object.as_ref()));
+    let sources = sources.collect::<PyResult<Vec<Source>>>()?;
+    let format = format_of(input_format)?;
+    let shards: Vec<Vec<JobInput>> = py.without_gil(|| plan(&sources, format, num_shards))?;
+    let place = |input: &JobInput| {
+        let index = sources.iter().position(|source| source.name() == input.source.name()).unwrap_or(0);
+        (index, input.range.as_ref().map(|range| (range.start, range.end)))
+    };
+    Ok(shards.iter().map(|shard| shard.iter().map(place).collect()).collect())
+}
+
+fn format_of(name: &str) -> PyResult<Option<Format>> {
+    match Format::from_name(name) {
+        None if name != "auto" => Err(error(
+            "ConfigError",
+            format!("input_format must be auto, jsonl, text, text-lines, parquet, arrow or arrow-stream, got {name:?}"),
+        )),
+        format => Ok(format),
+    }
+}
+
+impl IntoPyErr for SourceError {
+    fn into_py_err(self) -> PyErr {
+        BuildError::from(self).into_py_err()
+    }
 }
 
 /// Runs one job; `progress(bytes_done, bytes_total, documents, tokens, rejected)` is called about ten times a second.
 #[pyfunction]
 fn preprocess<'py>(
     py: Python<'py>,
-    settings: Settings,
+    settings: Settings<'py>,
     tokenizer: &PyTokenizer,
     progress: Py<PyAny>,
 ) -> PyResult<Bound<'py, PyDict>> {
@@ -67,7 +128,7 @@ fn preprocess<'py>(
     report_dict(py, result.map_err(IntoPyErr::into_py_err)?)
 }
 
-fn job_options(settings: Settings, tokenizer: &PyTokenizer) -> PyResult<JobOptions> {
+fn job_options(settings: Settings<'_>, tokenizer: &PyTokenizer) -> PyResult<JobOptions> {
     let choice = |name: &str, value: &str, allowed: [&str; 2]| {
         let place = allowed.iter().position(|allowed| *allowed == value);
         place.ok_or_else(|| {
@@ -87,8 +148,16 @@ fn job_options(settings: Settings, tokenizer: &PyTokenizer) -> PyResult<JobOptio
                 .to_owned(),
         ));
     }
+    let input = |(kind, name, object, range): &InputArgument<'_>| {
+        let source = source_of(kind, name, object.as_ref())?;
+        Ok(JobInput { source, range: range.map(|(begin, end)| begin..end) })
+    };
+    let replaces = [false, true][choice("invalid_utf8", &settings.invalid_utf8, ["error", "replace"])?];
     Ok(JobOptions {
-        inputs: settings.inputs,
+        inputs: settings.inputs.iter().map(input).collect::<PyResult<_>>()?,
+        format: format_of(&settings.input_format)?,
+        replace_invalid_utf8: replaces,
+        every: settings.every,
         output_prefix: settings.output_prefix,
         json_keys: settings.json_keys,
         append_eod: eod.as_ref().map(|(_, id)| *id).filter(|_| settings.append_eod),
@@ -101,6 +170,8 @@ fn job_options(settings: Settings, tokenizer: &PyTokenizer) -> PyResult<JobOptio
         },
         threads: settings.workers,
         block_bytes: settings.block_bytes,
+        restart: settings.restart,
+        journal_every: Duration::try_from_secs_f64(settings.journal_every_s).unwrap_or(Duration::MAX),
         allow_no_documents: settings.allow_no_documents,
         provenance: Provenance {
             command: settings.command,
@@ -124,9 +195,12 @@ fn report_dict<'py>(py: Python<'py>, report: Report) -> PyResult<Bound<'py, PyDi
         pair.set_item("tokens", counts.tokens)?;
         pairs.push(pair);
     }
-    let rejected: BTreeMap<&str, u64> = report.rejected;
+    let rejected: BTreeMap<String, u64> = report.rejected;
     dict.set_item("pairs", pairs)?;
     dict.set_item("input_bytes", report.input_bytes)?;
+    dict.set_item("text_bytes", report.text_bytes)?;
+    dict.set_item("warnings", report.warnings)?;
+    dict.set_item("resumed_documents", report.resumed_documents)?;
     dict.set_item("records", report.records)?;
     dict.set_item("rejected", rejected)?;
     dict.set_item("rejects_path", report.rejects_path.map(|path| path.display().to_string()))?;

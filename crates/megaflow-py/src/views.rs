@@ -64,3 +64,7 @@ pub(crate) fn array_interface<'py>(
     interface.set_item("data", (address, is_readonly))?;
     Ok(interface)
 }
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<ArrayView>()
+}

@@ -48,6 +48,11 @@ impl Format {
         }
     }
 
+    /// Whether records are lines.
+    pub(crate) fn has_lines(self) -> bool {
+        matches!(self, Self::JsonLines | Self::TextLines)
+    }
+
     /// Format by its name; `None` for `auto` and for names that are not known.
     pub fn from_name(name: &str) -> Option<Self> {
         let all = [Self::JsonLines, Self::Text, Self::TextLines, Self::Parquet, Self::ArrowFile, Self::ArrowStream];

@@ -1,6 +1,7 @@
 //! Tables to blocks of rows: Parquet, Arrow IPC, and whatever hands over record batches.
 
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -16,7 +17,7 @@ use crate::access::{ContentHash, RandomAccess, tail_hash};
 use crate::block::{Block, BlockBody, Keys, Position};
 use crate::columns::TextColumn;
 use crate::decode::Decoded;
-use crate::{Format, SourceError};
+use crate::{Cut, Format, SourceError};
 
 const READ_BYTES: usize = 1 << 20;
 /// Bytes at the end of a Parquet or Arrow file that are hashed.
@@ -52,13 +53,28 @@ enum Content {
 }
 
 impl RowReader {
-    /// Rows of a Parquet file behind the first `skip`.
+    /// Where a Parquet file can be cut: between its row groups.
+    pub(crate) fn parquet_cuts(path: &Path, access: Arc<dyn RandomAccess>) -> Result<Vec<Cut>, SourceError> {
+        let opened = ParquetRecordBatchReaderBuilder::try_new(Chunks(access));
+        let builder = opened.map_err(|error| damaged(path, Format::Parquet, 0, error.to_string()))?;
+        let (mut row, mut bytes, mut cuts) = (0_u64, 0_u64, Vec::new());
+        for group in builder.metadata().row_groups() {
+            if row > 0 {
+                cuts.push(Cut { at: row, bytes_before: bytes });
+            }
+            row = row.saturating_add(u64::try_from(group.num_rows()).unwrap_or(0));
+            bytes = bytes.saturating_add(u64::try_from(group.compressed_size()).unwrap_or(0));
+        }
+        Ok(cuts)
+    }
+
+    /// A range of the rows of a Parquet file.
     pub(crate) fn parquet(
         path: PathBuf,
         access: Arc<dyn RandomAccess>,
         keys: Keys,
         block_bytes: usize,
-        skip: u64,
+        wanted: Range<u64>,
     ) -> Result<Self, SourceError> {
         let content = footer_content(&path, access.as_ref())?;
         let damaged = |detail: String| damaged(&path, Format::Parquet, 0, detail);
@@ -78,8 +94,11 @@ impl RowReader {
         }
         let row_bytes = (text_bytes / num_rows.max(1)).max(1);
         let batch_rows = (block_bytes as u64 / row_bytes).clamp(1, MAX_BATCH_ROWS as u64) as usize;
-        let skipped = usize::try_from(skip.min(num_rows)).unwrap_or(usize::MAX);
-        let reader = builder.with_projection(mask).with_batch_size(batch_rows).with_offset(skipped).build();
+        let (begin, end) = (wanted.start.min(num_rows), wanted.end.min(num_rows));
+        let skipped = usize::try_from(begin).unwrap_or(usize::MAX);
+        let limit = usize::try_from(end.saturating_sub(begin)).unwrap_or(usize::MAX);
+        let builder = builder.with_projection(mask).with_batch_size(batch_rows);
+        let reader = builder.with_offset(skipped).with_limit(limit).build();
         let batches = reader.map_err(|error| damaged(error.to_string()))?;
         let mut rows = Self::new(path, Format::Parquet, keys, block_bytes, Box::new(batches), Content::Known(content));
         rows.num_rows = Some(num_rows);

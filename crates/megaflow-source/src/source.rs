@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use arrow_array::RecordBatchReader;
 
 use crate::SourceError;
-use crate::access::{ContentHash, HASH_BLOCK_BYTES, HashingReader, LocalFile, RandomAccess, read_full};
+use crate::access::{ContentHash, HashingReader, LocalFile, RandomAccess, read_full};
 use crate::block::{Block, BlockBody, Keys, Position};
 use crate::content::{Compression, Format, container_of, name_warning};
 use crate::decode::Decoded;
@@ -114,6 +114,24 @@ impl Source {
         }
     }
 
+    /// Places at which the input can be cut for several jobs, with the share of bytes up to each: multiples of `step` bytes of
+    /// uncompressed text, row groups of Parquet (as row numbers). Empty if it can only be read whole.
+    ///
+    /// # Errors
+    /// [`SourceError`] if it cannot be opened.
+    pub fn cuts(&self, format: Option<Format>, step: u64) -> Result<Vec<Cut>, SourceError> {
+        let (Kind::File | Kind::Remote(_)) = &self.kind else { return Ok(Vec::new()) };
+        let Opened::Access(access) = self.open_bytes()? else { return Ok(Vec::new()) };
+        let head = head_of(access.as_ref()).map_err(|source| self.io(0, source))?;
+        if Compression::of(&head) == Compression::None && format.or(container_of(&head)) == Some(Format::Parquet) {
+            return RowReader::parquet_cuts(&self.name, access);
+        }
+        let has_lines = is_plain_text(&head) && format.is_none_or(Format::has_lines);
+        let step = step.max(1);
+        let last = if has_lines { access.size_bytes().saturating_sub(1) / step } else { 0 };
+        Ok((1..=last).map(|index| Cut { at: index * step, bytes_before: index * step }).collect())
+    }
+
     /// The input as something that can be read anywhere, or as a stream.
     fn open_bytes(&self) -> Result<Opened, SourceError> {
         match &self.kind {
@@ -135,6 +153,15 @@ impl Source {
             }
         }
     }
+}
+
+/// A place at which an input can be cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cut {
+    /// Byte of text, or row of a table.
+    pub at: u64,
+    /// Bytes of the file before it, about.
+    pub bytes_before: u64,
 }
 
 enum Opened {
@@ -165,12 +192,13 @@ impl SourceReader {
         Self::open_range(source, options, resume, 0..u64::MAX)
     }
 
-    /// Opens the lines of an uncompressed text input that begin in a range of its bytes.
+    /// Opens a part of an input: of uncompressed text the lines that begin in a range of bytes, of Parquet a range of rows (from
+    /// 0). Other inputs are read whole, whatever the range.
     ///
-    /// Line numbers are counted from the first line of the range.
+    /// Line numbers are counted from the first line of the range, row numbers from the start of the file.
     ///
     /// # Errors
-    /// As `open`; also if only a part of an input is asked for that has no lines or is compressed.
+    /// As `open`.
     pub fn open_range(
         source: &Source,
         options: &ReadOptions,
@@ -201,7 +229,7 @@ impl SourceReader {
         let compression = Compression::of(&raw_head);
         let io_at_start = |source_: io::Error| source.io(0, source_);
         // Plain text can go on, or begin, anywhere; everything else is unpacked from its start.
-        let is_plain = compression == Compression::None && container_of(&raw_head).is_none();
+        let is_plain = is_plain_text(&raw_head) && options.format.is_none_or(Format::has_lines);
         let begin = match resume {
             Some(resume) if is_plain => resume.position.offset,
             _ => range.start.min(if is_plain { u64::MAX } else { 0 }),
@@ -216,7 +244,7 @@ impl SourceReader {
                     Some(_) => read_from,
                     None => read_from.min(access.size_bytes()), // a range may begin behind the end
                 };
-                let hashed = range.start / HASH_BLOCK_BYTES * HASH_BLOCK_BYTES..range.end;
+                let hashed = if is_plain { range.clone() } else { 0..u64::MAX };
                 HashingReader::new(Arc::clone(access), from, hashed, known).map_err(io_at_start)?
             }
             (None, stream) => {
@@ -241,7 +269,8 @@ impl SourceReader {
         };
         let inner = match format {
             Format::Parquet => {
-                Inner::Rows(RowReader::parquet(path.clone(), seekable()?, keys, block_bytes, skip_rows)?)
+                let rows = skip_rows.max(range.start)..range.end;
+                Inner::Rows(RowReader::parquet(path.clone(), seekable()?, keys, block_bytes, rows)?)
             }
             Format::ArrowFile => {
                 Inner::Rows(RowReader::arrow_file(path.clone(), seekable()?, keys, block_bytes, skip_rows)?)
@@ -319,6 +348,10 @@ impl SourceReader {
     pub fn warning(&self) -> Option<&str> {
         self.warning.as_deref()
     }
+}
+
+fn is_plain_text(head: &[u8]) -> bool {
+    Compression::of(head) == Compression::None && container_of(head).is_none()
 }
 
 fn head_of(access: &dyn RandomAccess) -> io::Result<Vec<u8>> {

@@ -46,7 +46,7 @@ def build_parser(prog: str, *, megatron_defaults: bool) -> Parser:
     """The parser of `megaflow-preprocess`, or of `tools/preprocess_data.py` with Megatron-LM's defaults."""
     parser = Parser(
         prog=prog,
-        description="Turn files of JSON lines into Megatron's .bin/.idx.",
+        description="Turn text (JSON lines, Parquet, Arrow, plain text; compressed or not) into Megatron's .bin/.idx.",
         epilog=exit_codes.TABLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -62,8 +62,19 @@ def build_parser(prog: str, *, megatron_defaults: bool) -> Parser:
 
 def _add_files(parser: Parser) -> None:
     group = parser.add_argument_group("input and output")
-    group.add_argument("inputs", nargs="*", metavar="FILE", help="files of JSON lines, read in this order")
-    group.add_argument("--input", nargs="+", default=[], metavar="FILE", help="the same, as a flag")
+    group.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="INPUT",
+        help="read in this order: a file, a folder, a pattern, @list, - (standard input), or a URL (s3:// gs:// hf:// https://)",
+    )
+    group.add_argument("--input", nargs="+", default=[], metavar="INPUT", help="the same, as a flag")
+    group.add_argument(
+        "--input-format",
+        choices=("auto", "jsonl", "text", "text-lines", "parquet", "arrow", "arrow-stream"),
+        default="auto",
+        help="auto: the first bytes decide; text: a document a file; text-lines: a document a line (default: auto)",
+    )
     group.add_argument(
         "--output-prefix",
         metavar="PREFIX",
@@ -74,7 +85,7 @@ def _add_files(parser: Parser) -> None:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys that hold text; a pair each (default: text)",
+        help="keys or columns that hold text, a.b for nested ones; a pair each (default: text)",
     )
 
 
@@ -122,6 +133,12 @@ def _add_documents(parser: Parser, megatron_defaults: bool) -> None:
         default="error",
         help="stop at a record without text, or write it to PREFIX.rejects.jsonl and go on (default: error)",
     )
+    group.add_argument(
+        "--utf8",
+        choices=("error", "replace"),
+        default="error",
+        help="bytes that are not UTF-8 make a record bad, or become U+FFFD (default: error)",
+    )
     group.add_argument("--max-bad-records", type=int, metavar="N", help="with skip: stop after more than N")
 
 
@@ -130,6 +147,15 @@ def _add_job(parser: Parser) -> None:
 
     group = parser.add_argument_group("job")
     group.add_argument("--workers", type=int, metavar="N", help="threads that tokenize (default: one a processor)")
+    group.add_argument("--resume", action="store_true", help="go on with an interrupted job (the default; for scripts)")
+    group.add_argument("--restart", action="store_true", help="throw away what an interrupted job has done")
+    group.add_argument(
+        "--shard", metavar="I/N", help="do part I of N (from 0) into PREFIX_shard_...; megaflow merge joins them"
+    )
+    group.add_argument(
+        "--executor", choices=("threads", "ray"), default="threads", help="where the work runs (default: threads)"
+    )
+    group.add_argument("--num-shards", type=int, metavar="N", help="with --executor ray: parts to cut the inputs into")
     group.add_argument("--log-interval", type=int, metavar="N", help="a line of progress every N documents")
     group.add_argument("--partitions", type=int, default=1, help=argparse.SUPPRESS)
     group.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
@@ -162,11 +188,13 @@ def options_of(arguments: argparse.Namespace) -> tuple[list[str], PreprocessOpti
         )
     if arguments.split_sentences:
         raise ConfigError("--split-sentences is not available; a list of strings as text gives one sequence for each")
+    if arguments.resume and arguments.restart:
+        raise ConfigError("--resume and --restart contradict each other")
     if arguments.max_bad_records is not None and arguments.on_bad_record != "skip":
         raise ConfigError("--max-bad-records needs --on-bad-record skip")
     inputs = [*arguments.inputs, *arguments.input]
     if not inputs:
-        raise ConfigError("no input: name a file of JSON lines, for example: megaflow-preprocess corpus.jsonl")
+        raise ConfigError("no input: name a file, for example: megaflow-preprocess corpus.jsonl")
     is_hugging_face = arguments.tokenizer_type == "HuggingFaceTokenizer"
     given = {} if arguments.workers is None else {"workers": arguments.workers}
     if arguments.workers is not None and arguments.workers < 1:
@@ -174,6 +202,9 @@ def options_of(arguments: argparse.Namespace) -> tuple[list[str], PreprocessOpti
     options = PreprocessOptions(
         output_prefix=None if arguments.output_prefix is None else os.fspath(arguments.output_prefix),
         json_keys=tuple(arguments.json_keys),
+        input_format=arguments.input_format,
+        invalid_utf8=arguments.utf8,
+        restart=arguments.restart,
         append_eod=arguments.append_eod,
         eod_token=arguments.eod_token,
         empty_documents=arguments.empty_documents,

@@ -9,7 +9,7 @@ from megaflow.cli import exit_codes
 from megaflow.cli.arguments import build_parser, notes_on, options_of
 from megaflow.cli.progress import show_progress
 from megaflow.errors import ConfigError
-from megaflow.preprocessing import PreprocessReport, preprocess
+from megaflow.preprocessing import PreprocessOptions, PreprocessReport, Progress, preprocess
 from megaflow.tokenizer import GPT2, Tokenizer
 
 
@@ -29,10 +29,32 @@ def main(
         for note in notes_on(parsed):
             print(f"{prog}: {note}", file=sys.stderr)
         with show_progress(parsed.log_interval) as progress:
-            report = preprocess(inputs, options, tokenizer=tokenizer, progress=progress)
+            report = run(parsed, inputs, options, tokenizer, progress)
+        for warning in report.warnings:
+            print(f"{prog}: warning: {warning}", file=sys.stderr)
         print(summary(report, tokenizer, append_eod=options.append_eod, policy=options.special_tokens_in_text))
 
     return exit_codes.run(prog, command)
+
+
+def run(
+    arguments: argparse.Namespace,
+    inputs: list[str],
+    options: PreprocessOptions,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> PreprocessReport:
+    """Runs the job here, one shard of it, or all of it on a Ray cluster."""
+    if arguments.shard is None and arguments.executor == "threads":
+        return preprocess(inputs, options, tokenizer=tokenizer, progress=progress)
+    from megaflow import shards
+
+    if arguments.executor == "ray":
+        if arguments.shard is not None:
+            raise ConfigError("--shard and --executor ray contradict each other: ray runs all shards")
+        return shards.preprocess_on_ray(inputs, options, tokenizer=tokenizer, num_shards=arguments.num_shards)
+    index, num_shards = shards.parse_shard(arguments.shard)
+    return shards.preprocess_shard(inputs, options, index, num_shards, tokenizer=tokenizer, progress=progress)
 
 
 def choose_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
@@ -74,9 +96,11 @@ def summary(report: PreprocessReport, tokenizer: Tokenizer, *, append_eod: bool,
     eod = f", end of document {tokenizer.eod_id}" if tokenizer.eod_id is not None else ""
     lines.append(f"tokenizer    {tokenizer.type}, {tokenizer.vocab_size:,} ids{eod}, by {tokenizer.engine}")
     wall_s = max(report.wall_s, 1e-9)
-    rates = f"{report.input_bytes / 1e6 / wall_s:.1f} MB/s, {report.tokens / wall_s:,.0f} tokens/s"
+    rates = f"{report.text_bytes / 1e6 / wall_s:.1f} MB/s of text, {report.tokens / wall_s:,.0f} tokens/s"
     threads = f"{report.workers} thread{'s' if report.workers > 1 else ''}"
     lines.append(f"time         {report.wall_s:.2f} s, {report.cpu_s:.2f} CPU s on {threads}: {rates}")
+    if report.resumed_documents:
+        lines.append(f"resumed      {report.resumed_documents:,} documents were done before")
     if report.special_hits:
         became = {"text": "kept as text", "encode": "encoded as the token"}.get(policy, policy)
         lines.append(f"special      {report.special_hits:,} places spell a special token, {became}")

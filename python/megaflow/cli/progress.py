@@ -63,10 +63,10 @@ class _PlainLines:
         if not due:
             return
         self._last_s, self._last_documents = now, documents
-        share = f"{done / total:.0%}" if total else "?"
+        share = f"{done / total:.0%}: " if total else ""
         rate = done / 1e6 / (now - self._start_s)
         print(
-            f"{share}: {documents:,} documents, {tokens:,} tokens, {rejected:,} rejected, {rate:.1f} MB/s",
+            f"{share}{documents:,} documents, {tokens:,} tokens, {rejected:,} rejected, {rate:.1f} MB/s",
             file=sys.stderr,
             flush=True,
         )

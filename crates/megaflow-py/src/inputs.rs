@@ -1,0 +1,73 @@
+//! Inputs that Python hands over: names, remote objects, Arrow streams.
+
+use std::ffi::CStr;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use arrow_array::ffi_stream::{ArrowArrayStreamReader, FFI_ArrowArrayStream};
+use megaflow_source::{RandomAccess, Source};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyCapsule};
+
+use crate::errors::error;
+
+/// Name under which the Arrow PyCapsule interface hands over a stream.
+const STREAM_CAPSULE: &CStr = c"arrow_array_stream";
+
+/// The input that a kind, a name and an object stand for.
+pub(crate) fn source_of(kind: &str, name: &str, object: Option<&Bound<'_, PyAny>>) -> PyResult<Source> {
+    let name_path = PathBuf::from(name);
+    match (kind, object) {
+        ("file", _) if name == "-" => Ok(Source::stdin()),
+        ("file", _) => Ok(Source::file(name_path)),
+        ("remote", Some(object)) => Ok(Source::remote(name_path, Arc::new(RemoteObject::new(object)?))),
+        ("arrow", Some(object)) => Ok(Source::batches(name_path, Box::new(arrow_stream(object)?))),
+        _ => Err(error("ConfigError", format!("{name}: an input of unknown kind {kind:?}"))),
+    }
+}
+
+/// A Python object with `size_bytes` and `read_at(offset, size)`.
+struct RemoteObject {
+    object: Py<PyAny>,
+    size_bytes: u64,
+}
+
+impl RemoteObject {
+    fn new(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Ok(Self { object: object.clone().unbind(), size_bytes: object.getattr("size_bytes")?.extract()? })
+    }
+}
+
+impl RandomAccess for RemoteObject {
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+        Python::attach(|py| {
+            let bytes = self.object.bind(py).call_method1("read_at", (offset, buffer.len()))?;
+            let bytes = bytes.cast::<PyBytes>()?.as_bytes();
+            let got = bytes.len().min(buffer.len());
+            buffer[..got].copy_from_slice(&bytes[..got]);
+            Ok(got)
+        })
+        .map_err(|error: PyErr| io::Error::other(error.to_string()))
+    }
+}
+
+/// The record batches of an object with `__arrow_c_stream__` (pyarrow, polars, duckdb, datasets): taken over, not copied.
+fn arrow_stream(object: &Bound<'_, PyAny>) -> PyResult<ArrowArrayStreamReader> {
+    let capsule = object.call_method0("__arrow_c_stream__")?;
+    let capsule = capsule.cast::<PyCapsule>()?;
+    let pointer = capsule.pointer_checked(Some(STREAM_CAPSULE))?.cast::<FFI_ArrowArrayStream>();
+    let stream = take_stream(pointer.as_ptr());
+    ArrowArrayStreamReader::try_new(stream).map_err(|fault| error("DataFormatError", format!("Arrow stream: {fault}")))
+}
+
+#[expect(unsafe_code, reason = "the Arrow C stream interface hands over a pointer")]
+fn take_stream(pointer: *mut FFI_ArrowArrayStream) -> FFI_ArrowArrayStream {
+    // SAFETY: the capsule's name was checked, so by the Arrow PyCapsule interface the pointer leads to an ArrowArrayStream that the
+    // capsule keeps alive. `from_raw` moves it out and marks the original as released, which the interface asks of a consumer.
+    unsafe { FFI_ArrowArrayStream::from_raw(pointer) }
+}
