@@ -1,17 +1,21 @@
 """Several `.bin/.idx` pairs to one."""
 
 import os
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megaflow import _core
 from megaflow.errors import ConfigError, DataFormatError, MissingFileError
+from megaflow.preprocessing import PairReport, PreprocessReport
 
 StrPath = str | os.PathLike[str]
 BytesProgress = Callable[[int, int], None]
 """Called with bytes done and bytes in all, about ten times a second."""
+_SUFFIXES = (".idx", ".bin", ".json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +70,42 @@ def merge(
         progress=progress or _ignore,
     )
     return MergeReport(**report)
+
+
+def merge_pairs(
+    prefix: str, reports: Sequence[PreprocessReport], total: Mapping[str, Any], *, keys: Sequence[str]
+) -> PreprocessReport:
+    """Merges what the parts of a job have written, key by key, and removes the parts.
+
+    Args:
+        prefix: output prefix of the whole job.
+        reports: of the parts, in their order.
+        total: fields of the whole job's report, but for pairs and rejects.
+        keys: of the job.
+
+    Raises:
+        As `merge`; the parts stay then.
+    """
+    pairs = []
+    for place, key in enumerate(keys):
+        merged = merge([report.pairs[place].prefix for report in reports], f"{prefix}_{key}_document")
+        names = ("prefix", "dtype", "documents", "empty_documents", "sequences", "tokens")
+        pairs.append(PairReport(**{name: getattr(merged, name) for name in names}))
+    rejects = [Path(report.rejects_path) for report in reports if report.rejects_path is not None]
+    rejects_path = f"{prefix}.rejects.jsonl" if rejects else None
+    if rejects_path is not None:
+        staged = Path(f"{rejects_path}.partial")
+        with staged.open("wb") as joined:
+            for path in rejects:
+                with path.open("rb") as source:
+                    shutil.copyfileobj(source, joined)
+            joined.flush()
+            os.fsync(joined.fileno())
+        staged.replace(rejects_path)
+    parts = [f"{pair.prefix}{suffix}" for report in reports for pair in report.pairs for suffix in _SUFFIXES]
+    for part in [*map(Path, parts), *rejects]:
+        part.unlink(missing_ok=True)
+    return PreprocessReport(pairs=tuple(pairs), rejects_path=rejects_path, **total)
 
 
 def prefixes_in(folder: StrPath) -> list[str]:

@@ -1,18 +1,22 @@
 """Megatron-LM's `--partitions`: an order of documents, made without rewriting the input."""
 
+from __future__ import annotations
+
 import dataclasses
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from megaflow.errors import ConfigError
-from megaflow.merging import MergeReport, StrPath, merge
+from megaflow.inputs import Input
+from megaflow.merging import MergeReport, merge
 from megaflow.preprocessing import PreprocessOptions, default_prefix, preprocess
 from megaflow.tokenizer import Tokenizer
 
 
 def run_partitions(
-    inputs: Sequence[StrPath],
+    inputs: Input | Sequence[Input],
     options: PreprocessOptions,
     partitions: int,
     *,
@@ -25,7 +29,7 @@ def run_partitions(
     `--keep-sequential-samples` needs none of this: its order is that of one job.
 
     Args:
-        inputs: as `preprocess` takes them.
+        inputs: as `preprocess` takes them, but for streams, which can be read once only.
         options: of the job.
         partitions: at least 1.
         tokenizer: as `preprocess` takes it.
@@ -36,12 +40,15 @@ def run_partitions(
         What was merged, one report for each key.
 
     Raises:
-        ConfigError: if `partitions` is less than 1.
+        ConfigError: if `partitions` is less than 1, or an input is a stream.
         MegaflowError: as `preprocess` and `merge`.
     """
     if partitions < 1:
         raise ConfigError(f"--partitions must be at least 1, got {partitions}")
-    prefix = Path(options.output_prefix or default_prefix(list(inputs)))
+    several = [inputs] if isinstance(inputs, (str, os.PathLike)) or not isinstance(inputs, Sequence) else list(inputs)
+    if any(not isinstance(item, (str, os.PathLike)) or os.fspath(item) == "-" for item in several):
+        raise ConfigError("--partitions reads its inputs several times, which standard input and tables do not allow")
+    prefix = Path(options.output_prefix or default_prefix(several))
     folder = prefix.with_name(f"{prefix.name}.partitions")
     parts = [
         prefix.with_name(f"{prefix.name}_{index}") if keep_parts else folder / str(index) for index in range(partitions)
@@ -50,7 +57,7 @@ def run_partitions(
         settings = dataclasses.replace(
             options, output_prefix=str(part), every=(index, partitions), allow_no_documents=True
         )
-        preprocess(inputs, settings, tokenizer=tokenizer)
+        preprocess(several, settings, tokenizer=tokenizer)
     names = [f"_{key}_document" for key in options.json_keys]
     reports = [merge([f"{part}{name}" for part in parts], f"{prefix}{name}") for name in names]
     if not keep_parts:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megaflow.cli import exit_codes
@@ -102,7 +103,9 @@ def _pair_words(content: dict[str, Any]) -> list[str]:
         stamp = content["verified"]
         words = "no (megaflow verify)" if not stamp else f"{stamp['time']}: {', '.join(stamp['checked'])}"
         lines.append(f"  verified   {words}")
-        lines.append(f"  made by    megaflow {content['megaflow_version']}: {shlex.join(content['command'] or [])}")
+        command = content["command"] or ["unknown"]
+        words = shlex.join([Path(command[0]).name, *command[1:]])
+        lines.append(f"  made by    megaflow {content['megaflow_version']}: {words}")
         lines += _source_words(content["sources"])
     return [*lines, "tokens of a document", *_plot(content["histogram"])]
 
