@@ -213,6 +213,24 @@ fn a_stopped_job_goes_on_and_ends_with_the_bytes_of_a_straight_one() {
 }
 
 #[test]
+fn a_job_stopped_before_its_first_document_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = options(folder.path(), &"{\"text\": \"a b\"}\n".repeat(50));
+    let slow = JobOptions { block_bytes: 1 << 20, ..options };
+    fs::create_dir(folder.path().join("out.partial")).unwrap();
+    let staging = megaflow_indexed::StagingFolder::open(&folder.path().join("out")).unwrap();
+    let prefix = folder.path().join("out_text_document");
+    let mut writer =
+        megaflow_indexed::IndexedWriter::create(&staging, &prefix, megaflow_core::TokenDtype::U16).unwrap();
+    let state = writer.checkpoint().unwrap();
+    drop(writer);
+    let resumed = megaflow_indexed::IndexedWriter::resume(&staging, &prefix, megaflow_core::TokenDtype::U16, &state);
+    assert_eq!(resumed.unwrap().finish().unwrap().idx.bytes, 42);
+    drop(staging);
+    assert_eq!(run(&slow).unwrap().records, 50);
+}
+
+#[test]
 fn a_journal_of_another_job_is_refused_until_restart() {
     let folder = tempfile::tempdir().unwrap();
     let content = "{\"text\": \"a b a b\"}\n".repeat(400_000);

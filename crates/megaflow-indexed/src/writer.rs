@@ -249,6 +249,9 @@ impl IndexedWriter {
         dtype: TokenDtype,
         state: &PairState,
     ) -> Result<Self, WriteError> {
+        if *state == PairState::default() {
+            return Self::create(staging, prefix, dtype);
+        }
         let staged = staged_path(staging, prefix);
         let bytes = state.counts.tokens * dtype.size_bytes() as u64;
         let bin = ChecksummedFile::resume(with_suffix(&staged, ".bin"), bytes, &state.bin_xxh3_64)?;

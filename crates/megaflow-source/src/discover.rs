@@ -128,7 +128,10 @@ mod tests {
         let text = |name: &str| root.join(name).to_str().unwrap().to_owned();
         let paths = |names: &[&str]| names.iter().map(|name| root.join(name)).collect::<Vec<_>>();
         let here = root.to_str().unwrap().to_owned();
-        assert_eq!(discover(std::slice::from_ref(&here), false).unwrap(), paths(&["a.jsonl.gz", "b.jsonl", "sub/c.parquet"]));
+        assert_eq!(
+            discover(std::slice::from_ref(&here), false).unwrap(),
+            paths(&["a.jsonl.gz", "b.jsonl", "sub/c.parquet"])
+        );
         assert_eq!(discover(&[here], true).unwrap().len(), 4);
         assert_eq!(discover(&[text("*.jsonl*"), text("b.jsonl")], false).unwrap(), paths(&["a.jsonl.gz", "b.jsonl"]));
         std::fs::write(root.join("list"), format!("{}\n\n{}\n", text("d.txt"), text("b.jsonl"))).unwrap();

@@ -22,11 +22,18 @@ TABLE = """exit codes:
   3  the input holds no document; nothing was written
   4  a record or a file does not hold what it should
   5  a file is missing, or cannot be read or written
-  130, 143  stopped by Ctrl-C or SIGTERM; nothing was written"""
+  130, 143  stopped by Ctrl-C or SIGTERM
+Nothing incomplete ever has its final name. What a stopped job has done stays in PREFIX.partial, and the same command
+goes on from there."""
 
 
-def run(name: str, command: Callable[[], None]) -> int:
+def run(name: str, command: Callable[[], None], *, on_stop: Callable[[], str] | None = None) -> int:
     """Runs a command; faults end in one sentence on standard error.
+
+    Args:
+        name: what the sentences begin with.
+        command: the work.
+        on_stop: what to add when it was stopped or failed, such as that the same command goes on; empty for nothing.
 
     Returns:
         The exit code.
@@ -36,19 +43,24 @@ def run(name: str, command: Callable[[], None]) -> int:
         command()
         sys.stdout.flush()
     except MegaflowError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        _say(name, str(error), on_stop)
         return code_of(error)
     except KeyboardInterrupt:
-        print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
+        _say(name, "stopped by Ctrl-C", on_stop)
         return INTERRUPTED
     except _Terminated:
-        print(f"{name}: stopped by SIGTERM", file=sys.stderr)
+        _say(name, "stopped by SIGTERM", on_stop)
         return TERMINATED
     except BrokenPipeError:  # whoever read our output has gone; nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _say(name: str, sentence: str, on_stop: Callable[[], str] | None) -> None:
+    addition = on_stop() if on_stop is not None else ""
+    print(f"{name}: {sentence}{'; ' if addition else ''}{addition}", file=sys.stderr)
 
 
 def code_of(error: MegaflowError) -> int:

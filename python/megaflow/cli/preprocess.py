@@ -9,7 +9,7 @@ from megaflow.cli import exit_codes
 from megaflow.cli.arguments import build_parser, notes_on, options_of
 from megaflow.cli.progress import show_progress
 from megaflow.errors import ConfigError
-from megaflow.preprocessing import PreprocessOptions, PreprocessReport, Progress, preprocess
+from megaflow.preprocessing import PreprocessOptions, PreprocessReport, Progress, default_prefix, preprocess
 from megaflow.tokenizer import GPT2, Tokenizer
 
 
@@ -21,10 +21,13 @@ def main(
     Returns:
         The exit code; `--help` lists them.
     """
+    staging: list[Path] = []
 
     def command() -> None:
         parsed = build_parser(prog, megatron_defaults=megatron_defaults).parse(arguments)
         inputs, options = options_of(parsed)
+        if parsed.shard is None and parsed.executor == "threads":
+            staging.append(Path(f"{options.output_prefix or default_prefix(inputs)}.partial"))
         tokenizer = choose_tokenizer(parsed)
         for note in notes_on(parsed):
             print(f"{prog}: {note}", file=sys.stderr)
@@ -34,7 +37,11 @@ def main(
             print(f"{prog}: warning: {warning}", file=sys.stderr)
         print(summary(report, tokenizer, append_eod=options.append_eod, policy=options.special_tokens_in_text))
 
-    return exit_codes.run(prog, command)
+    def on_stop() -> str:
+        kept = next((folder for folder in staging if (folder / "journal.json").exists()), None)
+        return f"what is done is kept in {kept}, and the same command goes on from there" if kept else ""
+
+    return exit_codes.run(prog, command, on_stop=on_stop)
 
 
 def run(

@@ -99,7 +99,10 @@ def test_an_error_in_progress_stops_the_job_and_comes_out(tmp_path: Path) -> Non
 
     with pytest.raises(RuntimeError, match="enough"):
         preprocess(source, progress=stop)
-    assert list(tmp_path.iterdir()) == [source]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.partial"]
+    report = preprocess(source)
+    assert report.resumed_documents < report.records == report.pairs[0].documents == 4000
+    assert not (tmp_path / "in.partial").exists()
 
 
 def test_two_jobs_on_one_output_do_not_mix(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_defaults_append_eod_and_keep_special_text(corpus: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert "documents  4 (1 empty)" in out
     assert "1 places spell a special token, kept as text" in out
-    assert re.search(r"time +\d+\.\d\d s, \d+\.\d\d CPU s on \d+ threads?: \d+\.\d MB/s, [\d,]+ tokens/s", out)
+    assert re.search(r"time +\d+\.\d\d s, \d+\.\d\d CPU s on \d+ threads?: \d+\.\d MB/s of text, [\d,]+ tokens/s", out)
 
 
 def test_megatron_defaults_are_megatrons(corpus: Path) -> None:
@@ -67,14 +67,14 @@ def test_sidecar_tells_where_the_tokens_came_from(corpus: Path) -> None:
     assert tokenizer["fingerprint"] == Tokenizer.gpt2().fingerprint
     assert [file["name"] for file in tokenizer["files"]] == ["vocab.json", "merges.txt"]
     [source] = sidecar["sources"]
-    assert (source["bytes"], source["num_records"]) == (corpus.stat().st_size, 3)
-    assert source["lines_without_document"] == [[2, 3]]
+    assert (source["content"]["bytes"], source["num_records"]) == (corpus.stat().st_size, 3)
+    assert (source["lines_without_document"], source["num_lines"]) == ([[2, 3]], 6)
     assert sidecar["bin"]["bytes"] == corpus.with_name("corpus_text_document.bin").stat().st_size
 
 
 FAULTS = {
     "missing file": (["{folder}/gone.jsonl"], 5, "gone.jsonl: no such input file"),
-    "no input": ([], 2, "name a file of JSON lines"),
+    "no input": ([], 2, "no input: name a file"),
     "no text key": (["{corpus}", "--json-keys", "body"], 4, 'line 1 (byte 0): the record has no key "body"'),
     "unknown flag": (["{corpus}", "--worker", "2"], 2, "the nearest known one is --workers"),
     "no threads": (["{corpus}", "--workers", "0"], 2, "--workers must be at least 1, got 0"),
@@ -85,7 +85,7 @@ FAULTS = {
     "unknown type": (["{corpus}", "--tokenizer-type", "TikTokenizer"], 2, "--tokenizer-type TikTokenizer is not"),
     "unknown eod": (["{corpus}", "--eod-token", "<nope>"], 2, 'no token "<nope>"'),
     "two inputs, no prefix": (["{corpus}", "{corpus}"], 2, "2 inputs need a name for their output"),
-    "input is a folder": (["{folder}"], 5, "found a folder"),
+    "a folder of other files": (["/proc/self/fd"], 5, "no input files; looked for .jsonl"),
     "output under a file": (["{corpus}", "--output-prefix", "{corpus}/x"], 5, "cannot make the folder of the output"),
     "output in no folder": (["{corpus}", "--output-prefix", "/proc/x"], 5, "cannot write the output's folder"),
     "limit without skip": (["{corpus}", "--max-bad-records", "1"], 2, "needs --on-bad-record skip"),
