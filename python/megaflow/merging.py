@@ -1,5 +1,6 @@
 """Several `.bin/.idx` pairs to one."""
 
+import glob
 import os
 import shutil
 import sys
@@ -106,6 +107,16 @@ def merge_pairs(
     for part in [*map(Path, parts), *rejects]:
         part.unlink(missing_ok=True)
     return PreprocessReport(pairs=tuple(pairs), rejects_path=rejects_path, **total)
+
+
+def expand(prefixes: Sequence[str]) -> list[str]:
+    """Prefixes, with each pattern such as `corpus_shard_*` replaced by the pairs that it names, by name."""
+    found: list[str] = []
+    for prefix in prefixes:
+        pattern = f"{prefix.removesuffix('.idx')}.idx"
+        matches = sorted(glob.glob(pattern)) if any(mark in prefix for mark in "*?[") else []  # noqa: PTH207 - keeps the spelling
+        found += [match.removesuffix(".idx") for match in matches] or [prefix]
+    return found
 
 
 def prefixes_in(folder: StrPath) -> list[str]:

@@ -200,7 +200,8 @@ impl SourceRecord {
             }
         }
         self.lines_without_document_complete &= next.lines_without_document_complete;
-        self.range = Some([range[0], next_range[1]]);
+        // All ranges of a file together are the file.
+        self.range = Some([range[0], next_range[1]]).filter(|joined| *joined != [0, u64::MAX]);
         self.num_lines += next.num_lines;
         self.num_records += next.num_records;
         self.num_documents += next.num_documents;
@@ -254,6 +255,14 @@ mod tests {
         assert_eq!(first.lines_without_document, [[2, 1], [5, 3], [9, 1]]);
         assert_eq!((first.content.bytes, first.content.xxh3_64.len()), (100, 2));
         assert_eq!(first.hashed, "all");
+    }
+
+    #[test]
+    fn all_ranges_of_a_file_are_the_file() {
+        let mut first = range([0, 64], 5, &[], 64);
+        let last = SourceRecord { range: Some([64, u64::MAX]), ..range([64, 100], 4, &[], 64) };
+        assert!(first.join(&last));
+        assert_eq!((first.range, first.num_lines), (None, 9));
     }
 
     #[test]

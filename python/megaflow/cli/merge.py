@@ -8,7 +8,7 @@ from pathlib import Path
 from megaflow.cli import exit_codes
 from megaflow.cli.options import add_json, build_parser, megabytes, plural, print_json, show_bytes
 from megaflow.errors import ConfigError, MissingFileError
-from megaflow.merging import MergeReport, merge, prefixes_in
+from megaflow.merging import MergeReport, expand, merge, prefixes_in
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow merge") -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow merge"
 
     def command() -> None:
         parser = build_parser(prog, "Merge .bin/.idx pairs, in the order named, into one.")
-        parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="pairs, with or without _text_document")
+        parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="pairs, or patterns of them")
         parser.add_argument(
             "--output-prefix",
             required=True,
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow merge"
         add_json(parser)
         parsed = parser.parse(arguments)
         run(
-            parsed.prefixes,
+            expand(parsed.prefixes),
             parsed.output_prefix,
             prog=prog,
             widen=parsed.widen,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from helpers.documents import documents_of, pair_bytes, write_documents
 from megaflow import merge, read_sidecar
 from megaflow.cli.main import main
+from megaflow.cli.preprocess import main as preprocess_main
 from megaflow.errors import ConfigError, DataFormatError, TokenizerError
 from megaflow.merging import prefixes_in
 from megaflow.preprocessing import PreprocessOptions, preprocess
@@ -151,6 +152,23 @@ def test_a_callback_that_raises_stops_the_merge(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         merge([pair], tmp_path / "merged", progress=stop)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+def test_shards_named_by_a_pattern_equal_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    corpus(tmp_path / "in.jsonl", 0, 40)
+    assert preprocess_main(["in.jsonl", "--workers", "1"]) == 0
+    for index in range(3):
+        assert preprocess_main(["in.jsonl", "--workers", "1", "--shard", f"{index}/3"]) == 0
+    assert main(["merge", "in_shard_*", "--output-prefix", "merged"]) == 0
+    assert pair_bytes("merged") == pair_bytes("in_text_document")
+    merged, whole = read_sidecar("merged"), read_sidecar("in_text_document")
+    assert merged is not None
+    assert whole is not None
+    [joined] = merged["sources"]
+    [source] = whole["sources"]
+    names = set(source) - {"content", "hashed"}
+    assert {name: joined[name] for name in names} == {name: source[name] for name in names}
 
 
 def test_json_output_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
