@@ -419,6 +419,27 @@ fn checksums_of_a_merged_pair_of_several_blocks_are_those_of_its_files() {
     assert_eq!(check(&output).faults[0].place, Some(64 << 20));
 }
 
+/// More sequences than one thread takes at a time: the seams between their pieces are checked too.
+#[test]
+fn seams_between_pieces_of_work_are_checked() {
+    let folder = tempfile::tempdir().unwrap();
+    let count = (1usize << 20) + 10;
+    let documents: Documents = (0..count).map(|number| vec![vec![(number % 7) as u32]]).collect();
+    let prefix = write(&folder.path().join("p"), &documents, TokenDtype::U16, None);
+    let report = check(&prefix);
+    assert_eq!((report.num_faults, report.num_empty_documents, report.ids), (0, 0, Some((0, 6))));
+    let good = bytes(&prefix).1;
+    for (place, value) in [(34 + 4 * count + 8 * (1 << 20), 4u64), (34 + 12 * count + 8 * (1 << 20), 9)] {
+        let mut bad = good.clone();
+        bad[place..place + 8].copy_from_slice(&value.to_le_bytes());
+        fs::write(file(&prefix, ".idx"), &bad).unwrap();
+        assert!(check(&prefix).faults.iter().any(|fault| fault.place == Some(place as u64)), "{place}");
+    }
+    fs::write(file(&prefix, ".idx"), &good).unwrap();
+    merge_all(std::slice::from_ref(&prefix), &folder.path().join("m"), &MergeOptions::default()).unwrap();
+    assert_eq!(bytes(&folder.path().join("m")), bytes(&prefix));
+}
+
 /// Sparse files stand in for 12 GiB of tokens: offsets pass 2^32 and come out right.
 #[test]
 fn offsets_beyond_32_bits_are_merged_right() {

@@ -137,6 +137,16 @@ def test_statistics_equal_counting_by_hand(pair: Path, capsys: pytest.CaptureFix
     assert words.splitlines()[0].split()[-1] == "all"
 
 
+def test_pieces_of_any_size_count_the_same(
+    pair: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = [run(capsys, command, pair, "--json") for command in ("stats", "inspect")]
+    for documents, tokens in ((1, 1), (3, 5), (39, 1000)):
+        monkeypatch.setattr("megaflow.counting._DOCUMENTS", documents)
+        monkeypatch.setattr("megaflow.counting._TOKENS", tokens)
+        assert [run(capsys, command, pair, "--json") for command in ("stats", "inspect")] == whole
+
+
 def test_ids_that_cannot_be_are_counted_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pair = write_documents(tmp_path / "a", [[[-1, 5, 5, 2**31 - 1]]], "int32")
     found = json.loads(run(capsys, "stats", pair, "--json"))["pairs"][0]
