@@ -14,23 +14,31 @@ if TYPE_CHECKING:
     from megaflow.indexed import resolve_prefix as resolve_prefix
     from megaflow.loader import Batch as Batch
     from megaflow.loader import Loader as Loader
+    from megaflow.merging import MergeReport as MergeReport
+    from megaflow.merging import merge as merge
     from megaflow.preprocessing import PreprocessOptions as PreprocessOptions
     from megaflow.preprocessing import PreprocessReport as PreprocessReport
     from megaflow.preprocessing import preprocess as preprocess
     from megaflow.sidecar import read_sidecar as read_sidecar
     from megaflow.tokenizer import Tokenizer as Tokenizer
+    from megaflow.verifying import VerifyReport as VerifyReport
+    from megaflow.verifying import verify as verify
 
 _HOME = {
     "Batch": "megaflow.loader",
     "GPTDataset": "megaflow.dataset",
     "IndexedDataset": "megaflow.indexed",
     "Loader": "megaflow.loader",
+    "MergeReport": "megaflow.merging",
     "PreprocessOptions": "megaflow.preprocessing",
     "PreprocessReport": "megaflow.preprocessing",
     "Tokenizer": "megaflow.tokenizer",
+    "VerifyReport": "megaflow.verifying",
+    "merge": "megaflow.merging",
     "preprocess": "megaflow.preprocessing",
     "read_sidecar": "megaflow.sidecar",
     "resolve_prefix": "megaflow.indexed",
+    "verify": "megaflow.verifying",
 }
 
 __all__ = [*_HOME, "__version__"]

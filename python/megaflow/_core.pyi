@@ -14,16 +14,20 @@ __all__ = [
     "BatchBuffer",
     "GptDataset",
     "IndexedDataset",
+    "PairWriter",
     "Prefetcher",
     "SampleSource",
     "Tokenizer",
     "__version__",
+    "checksum_file",
     "discover",
+    "merge",
     "plan_shards",
     "preprocess",
     "resolve_prefix",
     "split_matrix",
     "split_sequences",
+    "verify",
 ]
 
 @final
@@ -39,6 +43,9 @@ class Tokenizer:
         self, text: str, *, special_tokens_in_text: str = "text", add_special_tokens: bool = False
     ) -> NDArray[np.uint32]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+    def decode_many(self, ids: NDArray[np.uint32], begins: NDArray[np.int64], ends: NDArray[np.int64]) -> list[str]: ...
+    @property
+    def special_ids(self) -> list[int]: ...
     def eod(self, token: str | None = None) -> tuple[str, int] | None: ...
     def token_id(self, token: str) -> int | None: ...
     @property
@@ -59,6 +66,33 @@ def plan_shards(
 def preprocess(
     settings: dict[str, Any], tokenizer: Tokenizer, progress: Callable[[int, int, int, int, int], None]
 ) -> dict[str, Any]: ...
+def merge(
+    prefixes: Sequence[str | PathLike[str]],
+    output: str | PathLike[str],
+    *,
+    widen: bool,
+    force: bool,
+    command: Sequence[str],
+    progress: Callable[[int, int], None],
+) -> dict[str, Any]: ...
+def verify(
+    prefix: str | PathLike[str], *, threads: int, vocab_size: int | None, progress: Callable[[int, int], None]
+) -> dict[str, Any]: ...
+def checksum_file(path: str | PathLike[str]) -> dict[str, Any]: ...
+
+@final
+class PairWriter:
+    def __new__(cls, prefix: str | PathLike[str], dtype: str) -> PairWriter: ...
+    def append(
+        self,
+        tokens: NDArray[np.uint8],
+        sequence_lengths: NDArray[np.int32],
+        sequences_per_document: NDArray[np.uint32],
+    ) -> None: ...
+    def finish(self) -> dict[str, Any]: ...
+    def publish(self, text: str) -> Path: ...
+    def close(self) -> None: ...
+
 def resolve_prefix(path: str | PathLike[str]) -> Path: ...
 
 @final

@@ -9,15 +9,11 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from megaflow.errors import ConfigError
 from megaflow.inputs import CoreInput, Input, plan_shards, resolve_inputs
 from megaflow.preprocessing import PreprocessOptions, PreprocessReport, Progress, default_prefix, run_job
 from megaflow.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 SHARDS_PER_NODE_CPU = 2
 """Shards for each processor of a Ray cluster: a lost node then costs little, and each is worth its start."""
@@ -82,7 +78,7 @@ def preprocess_on_ray(
         import ray
     except ImportError:
         raise ConfigError("--executor ray needs the package ray: pip install 'megaflow[ray]'") from None
-    from megaflow.merging import merge_pairs
+    from megaflow.merging import merge_pairs, sum_reports
 
     start_s = time.perf_counter()
     if not ray.is_initialized():
@@ -99,7 +95,7 @@ def preprocess_on_ray(
         for index, shard in enumerate(shards)
     ]
     reports: list[PreprocessReport] = ray.get(pending)
-    total = _sum(reports, time.perf_counter() - start_s)
+    total = sum_reports(reports, time.perf_counter() - start_s)
     return merge_pairs(prefix, reports, total, keys=options.json_keys)
 
 
@@ -107,15 +103,3 @@ def _run_shard(
     shard: list[CoreInput], prefix: str, options: PreprocessOptions, tokenizer: Tokenizer
 ) -> PreprocessReport:
     return run_job(shard, prefix, options, tokenizer)
-
-
-def _sum(reports: Sequence[PreprocessReport], wall_s: float) -> dict[str, Any]:
-    rejected: dict[str, int] = {}
-    for report in reports:
-        for reason, count in report.rejected.items():
-            rejected[reason] = rejected.get(reason, 0) + count
-    totals: Mapping[str, int | float] = {
-        name: sum(getattr(report, name) for report in reports)
-        for name in ("input_bytes", "text_bytes", "resumed_documents", "records", "special_hits", "cpu_s", "workers")
-    }
-    return {**totals, "rejected": rejected, "wall_s": wall_s, "warnings": [w for r in reports for w in r.warnings]}

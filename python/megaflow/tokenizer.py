@@ -134,6 +134,11 @@ class Tokenizer:
         return None if eod is None else eod[1]
 
     @property
+    def special_ids(self) -> list[int]:
+        """Ids of the special tokens, in rising order."""
+        return self._core.special_ids
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 over vocabulary, merges and rules: equal for two files that describe the same tokenizer."""
         return self._core.fingerprint

@@ -65,14 +65,14 @@ impl<'a> BlockEncoder<'a> {
         })
     }
 
-    /// Parses and tokenizes a block. Under policy `Error` it ends at the first bad record: nothing behind it is written.
-    pub(crate) fn encode(&mut self, block: &Block) -> EncodedBlock {
+    /// Parses and tokenizes a block; `lines_before` lines of earlier inputs count for partitions. Under policy `Error` it ends at the first bad record: nothing behind it is written.
+    pub(crate) fn encode(&mut self, block: &Block, lines_before: u64) -> EncodedBlock {
         let (parse, every) = (self.parse, self.options.every);
         let hits_before = self.encoder.special_hits();
         let mut done = EncodedBlock { input_bytes: block.input_bytes, ..EncodedBlock::default() };
         done.documents.resize_with(self.options.json_keys.len(), EncodedDocuments::default);
         parse_block(block, parse, |place, raw, outcome| {
-            let is_other = every.is_some_and(|(index, modulo)| (place.number() - 1) % modulo != index);
+            let is_other = every.is_some_and(|(index, modulo)| (lines_before + place.number() - 1) % modulo != index);
             let reason = match outcome {
                 _ if is_other => {
                     done.lines_without_document.push(place.number());

@@ -29,6 +29,8 @@ struct Work {
     block: Block,
     /// Where the next block begins.
     behind: Resume,
+    /// Lines of the inputs before this one.
+    lines_before: u64,
 }
 
 /// What reaches the writer, in the order of `place`.
@@ -107,8 +109,9 @@ fn run_threads(
     let encoders = (0..options.threads).map(|_| BlockEncoder::new(options, &parse, tokenizer, dtype));
     let encoders = encoders.collect::<Result<Vec<_>, _>>()?;
     let start = output.start();
+    let lines_before = output.lines_done();
     thread::scope(|scope| {
-        let reader = Reader { options, permits, work, done: done.clone(), place: 0 };
+        let reader = Reader { options, permits, work, done: done.clone(), place: 0, lines_before };
         scope.spawn(move || reader.read_all(start));
         for encoder in encoders {
             let (queue, done) = (work_queue.clone(), done.clone());
@@ -127,6 +130,7 @@ struct Reader<'a> {
     work: Sender<Work>,
     done: Sender<Placed>,
     place: u64,
+    lines_before: u64,
 }
 
 /// Nobody listens any more.
@@ -165,13 +169,14 @@ impl Reader<'_> {
             }
             let Some(block) = reader.next_block()? else { break };
             let behind = Resume { position: reader.position(), content: reader.content() };
-            let work = Work { place: self.place, source, block, behind };
+            let work = Work { place: self.place, source, block, behind, lines_before: self.lines_before };
             if self.work.send(work).is_err() {
                 return Ok(Err(Stopped));
             }
             self.place += 1;
         }
         let num_lines = reader.position().record - 1;
+        self.lines_before += num_lines;
         Ok(self.tell(Event::EndSource { source, content: reader.content(), num_lines }))
     }
 
@@ -183,8 +188,8 @@ impl Reader<'_> {
 }
 
 fn encode_all(mut encoder: BlockEncoder<'_>, inputs: &[JobInput], queue: &Receiver<Work>, done: &Sender<Placed>) {
-    for Work { place, source, block, behind } in queue {
-        let event = match catch_unwind(AssertUnwindSafe(|| encoder.encode(&block))) {
+    for Work { place, source, block, behind, lines_before } in queue {
+        let event = match catch_unwind(AssertUnwindSafe(|| encoder.encode(&block, lines_before))) {
             Ok(block) => Event::Block { source, block, behind },
             Err(panic) => Event::Failed(BuildError::Panicked {
                 path: PathBuf::from(inputs[source].source.name()),

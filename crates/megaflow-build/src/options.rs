@@ -45,7 +45,7 @@ pub struct JobOptions {
     pub format: Option<Format>,
     /// Whether bytes that are not UTF-8 become U+FFFD instead of making a record bad.
     pub replace_invalid_utf8: bool,
-    /// Only every `modulo`-th record, beginning with number `index`: a partition as Megatron cuts them.
+    /// Only every `modulo`-th line of all inputs together, beginning with number `index`: a partition as Megatron cuts them.
     pub every: Option<(u64, u64)>,
     /// The pairs are named `PREFIX_KEY_document`.
     pub output_prefix: PathBuf,

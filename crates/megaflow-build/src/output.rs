@@ -63,6 +63,11 @@ impl<'a> Output<'a> {
         (self.state.sources_done, self.state.resume.as_ref().map(Resume::from))
     }
 
+    /// Lines or rows of the inputs that are done.
+    pub(crate) fn lines_done(&self) -> u64 {
+        self.state.sources[..self.state.sources_done].iter().map(|source| source.num_lines).sum()
+    }
+
     pub(crate) fn progress(&self) -> Progress {
         // What was read ahead before an interruption is read and counted again.
         let limit = if self.bytes_total == 0 { u64::MAX } else { self.bytes_total };
@@ -283,7 +288,7 @@ fn sidecar(
         num_empty_documents: pair.counts.empty_documents,
         num_sequences: pair.counts.sequences,
         num_tokens: pair.counts.tokens,
-        tokenizer: tokenizer.clone(),
+        tokenizer: Some(tokenizer.clone()),
         sources: sources.to_vec(),
         bin: pair.bin.clone(),
         idx: pair.idx.clone(),

@@ -254,8 +254,14 @@ fn a_partition_takes_every_nth_line() {
     let partition = JobOptions { every: Some((1, 3)), block_bytes: 1, ..options(folder.path(), content) };
     run(&partition).unwrap();
     assert_eq!(documents(&folder.path().join("out_text_document")), [[[1, 3]]]);
-    run(&JobOptions { every: Some((0, 3)), ..partition }).unwrap();
+    run(&JobOptions { every: Some((0, 3)), ..partition.clone() }).unwrap();
     assert_eq!(documents(&folder.path().join("out_text_document")), [[vec![0, 3]], [vec![1, 1, 3]]]);
+    let second = folder.path().join("second.jsonl");
+    fs::write(&second, content).unwrap();
+    let mut both = JobOptions { every: Some((1, 3)), ..partition };
+    both.inputs.push(input_of(second));
+    run(&both).unwrap();
+    assert_eq!(documents(&folder.path().join("out_text_document")), [[vec![1, 3]], [vec![0, 3]], [vec![1, 1, 3]]]);
 }
 
 #[test]

@@ -104,6 +104,10 @@ impl IndexedDataset {
         Ok(())
     }
 
+    pub(crate) fn layout(&self) -> Layout {
+        self.layout
+    }
+
     /// Prefix of the pair: the path of either file without its extension.
     pub fn prefix(&self) -> &Path {
         &self.prefix

@@ -143,6 +143,14 @@ pub enum IndexError {
         /// What it is.
         found: i64,
     },
+    /// The sidecar cannot be read, or contradicts its pair.
+    #[error("{}: {problem}", .path.display())]
+    BadSidecar {
+        /// The `.json`.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// The sequence does not exist.
     #[error(
         "{}: sequence {index} does not exist: the dataset has {num_sequences} sequences, counted from 0",

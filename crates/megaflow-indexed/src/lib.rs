@@ -8,16 +8,21 @@
 mod dataset;
 mod error;
 mod layout;
+mod merge;
 mod mmap;
 mod prefix;
+mod section;
 mod sidecar;
+mod verify;
 mod widen;
 mod writer;
 
 pub use dataset::{IndexedDataset, OpenOptions};
 pub use error::IndexError;
+pub use merge::{MergeError, MergeOptions, MergeProgress, MergeReport, merge};
 pub use prefix::resolve_prefix;
 pub use sidecar::{FileRecord, SIDECAR_FORMAT_VERSION, Sidecar, SourceRecord, TokenizerFile, TokenizerRecord};
+pub use verify::{Fault, VerifyError, VerifyOptions, VerifyProgress, VerifyReport, checksum_file, verify};
 pub use widen::widen_tokens;
 pub use writer::{
     EncodedDocuments, IndexedWriter, PairCounts, PairState, StagedPair, StagingFolder, WriteError, publish_file,

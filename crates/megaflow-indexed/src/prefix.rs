@@ -56,7 +56,8 @@ fn half_a_pair(prefix: &Path, present: &Path, absent: &Path) -> IndexError {
     }
 }
 
-fn with_suffix(prefix: &Path, suffix: &str) -> PathBuf {
+/// `prefix` + `suffix`.
+pub(crate) fn with_suffix(prefix: &Path, suffix: &str) -> PathBuf {
     let mut name: OsString = prefix.as_os_str().to_owned();
     name.push(suffix);
     PathBuf::from(name)

@@ -1,12 +1,19 @@
 //! `PREFIX_text_document.json`: where a pair came from, so that a token can be traced and a mistake be noticed.
 
+use std::fs;
+use std::io;
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
+
+use crate::error::IndexError;
+use crate::prefix::with_suffix;
 
 /// Version of the sidecar's structure.
 pub const SIDECAR_FORMAT_VERSION: u32 = 1;
 
 /// What the sidecar of a pair says.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Sidecar {
     /// [`SIDECAR_FORMAT_VERSION`].
     pub format_version: u32,
@@ -26,8 +33,8 @@ pub struct Sidecar {
     pub num_sequences: u64,
     /// Tokens, end-of-document tokens included.
     pub num_tokens: u64,
-    /// What turned the text into tokens.
-    pub tokenizer: TokenizerRecord,
+    /// What turned the text into tokens; `None` if nobody said so.
+    pub tokenizer: Option<TokenizerRecord>,
     /// The inputs, in the order in which they were read.
     pub sources: Vec<SourceRecord>,
     /// The `.bin`.
@@ -37,7 +44,7 @@ pub struct Sidecar {
 }
 
 /// The tokenizer of a pair.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenizerRecord {
     /// Megatron's name of the kind, for example `GPT2BPETokenizer`.
     #[serde(rename = "type")]
@@ -65,7 +72,7 @@ pub struct TokenizerRecord {
 }
 
 /// A file of a tokenizer.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TokenizerFile {
     /// Its name without folder.
     pub name: String,
@@ -120,5 +127,167 @@ impl Sidecar {
         let mut text = serde_json::to_string_pretty(self).expect("a sidecar holds strings and numbers only");
         text.push('\n');
         text
+    }
+
+    /// The sidecar of a pair, `None` if it has none.
+    ///
+    /// # Errors
+    /// [`IndexError::Io`] if it cannot be read, [`IndexError::BadSidecar`] if it is no sidecar of a known version.
+    pub fn read(prefix: &Path) -> Result<Option<Self>, IndexError> {
+        let path = with_suffix(prefix, ".json");
+        let bytes = match fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(IndexError::io(&path, "read it", error)),
+        };
+        let sidecar: Self = serde_json::from_slice(&bytes).map_err(|error| IndexError::BadSidecar {
+            path: path.clone(),
+            problem: format!("expected the JSON sidecar of a token file: {error}"),
+        })?;
+        if sidecar.format_version != SIDECAR_FORMAT_VERSION {
+            let found = sidecar.format_version;
+            let problem = format!("expected a sidecar of format_version {SIDECAR_FORMAT_VERSION}, found {found}");
+            return Err(IndexError::BadSidecar { path, problem });
+        }
+        Ok(Some(sidecar))
+    }
+}
+
+impl TokenizerRecord {
+    /// The first setting that makes other tokens of the same text than `other` would: its name and both values.
+    pub(crate) fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
+        let settings = |record: &Self| {
+            [
+                ("fingerprint", record.fingerprint.clone()),
+                ("eod_id", record.eod_id.map_or("none".to_owned(), |id| id.to_string())),
+                ("append_eod", record.append_eod.to_string()),
+                ("add_special_tokens", record.add_special_tokens.to_string()),
+                ("special_tokens_in_text", record.special_tokens_in_text.clone()),
+            ]
+        };
+        let both = settings(self).into_iter().zip(settings(other));
+        both.filter(|(mine, its)| mine != its).map(|((name, mine), (_, its))| (name, mine, its)).next()
+    }
+}
+
+impl SourceRecord {
+    /// Takes in `next` if it is the range of the same file that follows this one.
+    ///
+    /// Hashes survive if each range but the last is made of whole blocks; else the joined range has none, and says so.
+    pub(crate) fn join(&mut self, next: &Self) -> bool {
+        let (Some(range), Some(next_range)) = (self.range, next.range) else { return false };
+        let is_same = self.path == next.path && self.format == next.format;
+        if !is_same || range[1] != next_range[0] {
+            return false;
+        }
+        let (content, more) = (&mut self.content, &next.content);
+        let is_whole = content.block_bytes > 0 && content.bytes % content.block_bytes == 0;
+        if content.bytes == 0 && self.hashed == next.hashed {
+            *content = more.clone();
+        } else if self.hashed == next.hashed && content.block_bytes == more.block_bytes && is_whole {
+            content.bytes += more.bytes;
+            content.xxh3_64.extend_from_slice(&more.xxh3_64);
+        } else if more.bytes > 0 {
+            *content = FileRecord { bytes: content.bytes + more.bytes, ..FileRecord::default() };
+            self.hashed = "nothing: its ranges were hashed apart".to_owned();
+        }
+        let runs: &[_] = if self.lines_without_document_complete { &next.lines_without_document } else { &[] };
+        for &[first, count] in runs {
+            let first = first + self.num_lines;
+            match self.lines_without_document.last_mut() {
+                Some([begin, length]) if *begin + *length == first => *length += count,
+                _ => self.lines_without_document.push([first, count]),
+            }
+        }
+        self.lines_without_document_complete &= next.lines_without_document_complete;
+        // All ranges of a file together are the file.
+        self.range = Some([range[0], next_range[1]]).filter(|joined| *joined != [0, u64::MAX]);
+        self.num_lines += next.num_lines;
+        self.num_records += next.num_records;
+        self.num_documents += next.num_documents;
+        self.num_rejected += next.num_rejected;
+        true
+    }
+}
+
+/// The sources of pairs that become one: each shifted by the documents before it, ranges that follow one another joined.
+pub(crate) fn concatenate_sources<'a>(parts: impl Iterator<Item = &'a Sidecar>) -> Vec<SourceRecord> {
+    let (mut all, mut num_documents): (Vec<SourceRecord>, u64) = (Vec::new(), 0);
+    for sidecar in parts {
+        for source in &sidecar.sources {
+            let mut source = source.clone();
+            source.first_document += num_documents;
+            let is_joined = all.last_mut().is_some_and(|last| last.join(&source));
+            if !is_joined {
+                all.push(source);
+            }
+        }
+        num_documents += sidecar.num_documents;
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(bytes: [u64; 2], num_lines: u64, without: &[[u64; 2]], block_bytes: u64) -> SourceRecord {
+        let missing: u64 = without.iter().map(|run| run[1]).sum();
+        let size = bytes[1] - bytes[0];
+        SourceRecord {
+            path: "a.jsonl".to_owned(),
+            range: Some(bytes),
+            content: FileRecord { bytes: size, block_bytes, xxh3_64: vec![format!("{}", bytes[0])] },
+            hashed: "all".to_owned(),
+            num_lines,
+            num_documents: num_lines - missing,
+            lines_without_document: without.to_vec(),
+            lines_without_document_complete: true,
+            ..SourceRecord::default()
+        }
+    }
+
+    #[test]
+    fn ranges_that_follow_one_another_become_one_with_shifted_lines() {
+        let mut first = range([0, 64], 5, &[[2, 1], [5, 1]], 64);
+        assert!(first.join(&range([64, 100], 4, &[[1, 2], [4, 1]], 64)));
+        assert_eq!((first.range, first.num_lines, first.num_documents), (Some([0, 100]), 9, 4));
+        assert_eq!(first.lines_without_document, [[2, 1], [5, 3], [9, 1]]);
+        assert_eq!((first.content.bytes, first.content.xxh3_64.len()), (100, 2));
+        assert_eq!(first.hashed, "all");
+    }
+
+    #[test]
+    fn all_ranges_of_a_file_are_the_file() {
+        let mut first = range([0, 64], 5, &[], 64);
+        let last = SourceRecord { range: Some([64, u64::MAX]), ..range([64, 100], 4, &[], 64) };
+        assert!(first.join(&last));
+        assert_eq!((first.range, first.num_lines), (None, 9));
+    }
+
+    #[test]
+    fn hashes_that_cannot_be_joined_are_dropped_and_said_to_be() {
+        let mut first = range([0, 60], 5, &[], 64);
+        assert!(first.join(&range([60, 100], 4, &[], 64)));
+        assert_eq!((first.content.bytes, first.content.xxh3_64.len()), (100, 0));
+        assert!(first.hashed.starts_with("nothing"));
+    }
+
+    #[test]
+    fn behind_a_list_that_is_not_complete_no_run_is_added() {
+        let mut first = range([0, 64], 5, &[[2, 1]], 64);
+        first.lines_without_document_complete = false;
+        assert!(first.join(&range([64, 100], 4, &[[1, 2]], 64)));
+        assert_eq!((first.lines_without_document, first.lines_without_document_complete), (vec![[2, 1]], false));
+    }
+
+    #[test]
+    fn a_gap_or_another_file_stays_apart() {
+        let first = range([0, 64], 5, &[], 64);
+        let other_file = SourceRecord { path: "b.jsonl".to_owned(), ..range([64, 100], 4, &[], 64) };
+        let whole = SourceRecord { range: None, ..range([64, 100], 4, &[], 64) };
+        for next in [range([65, 100], 4, &[], 64), other_file, whole] {
+            assert!(!first.clone().join(&next), "{next:?}");
+        }
     }
 }

@@ -16,7 +16,7 @@ use crate::layout::{HEADER_BYTES, MAGIC, VERSION};
 use crate::sidecar::{FileRecord, Sidecar};
 
 /// Bytes of one checksummed block.
-const CHECKSUM_BLOCK_BYTES: usize = 64 << 20;
+pub(crate) const CHECKSUM_BLOCK_BYTES: usize = 64 << 20;
 
 /// Why a pair could not be written.
 #[derive(Debug, thiserror::Error)]
@@ -60,7 +60,7 @@ pub enum WriteError {
     },
 }
 
-fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> WriteError {
+pub(crate) fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> WriteError {
     let path = path.to_owned();
     move |source| WriteError::Io { path, action, source }
 }
@@ -386,13 +386,33 @@ pub struct StagedPair {
 }
 
 impl StagedPair {
+    /// A pair whose files were written and made durable as `staged.bin` and `staged.idx`.
+    pub(crate) fn new(
+        files: (FileRecord, FileRecord),
+        dtype: TokenDtype,
+        counts: PairCounts,
+        staged: PathBuf,
+        prefix: PathBuf,
+    ) -> Self {
+        let (bin, idx) = files;
+        Self { bin, idx, dtype, counts, staged, prefix }
+    }
+
     /// Adds the sidecar.
     ///
     /// # Errors
     /// [`WriteError::Io`].
     pub fn write_sidecar(&self, sidecar: &Sidecar) -> Result<(), WriteError> {
+        self.write_sidecar_text(&sidecar.to_json())
+    }
+
+    /// Adds the sidecar that `text` is.
+    ///
+    /// # Errors
+    /// [`WriteError::Io`].
+    pub fn write_sidecar_text(&self, text: &str) -> Result<(), WriteError> {
         let mut file = ChecksummedFile::create(with_suffix(&self.staged, ".json"))?;
-        file.write(sidecar.to_json().as_bytes())?;
+        file.write(text.as_bytes())?;
         file.finish()?;
         Ok(())
     }
@@ -501,7 +521,7 @@ fn copy_chunks(reader: &mut impl Read, unit: usize, mut each: impl FnMut(&[u8]) 
 }
 
 /// A file whose blocks are checksummed while they are written.
-struct ChecksummedFile {
+pub(crate) struct ChecksummedFile {
     path: PathBuf,
     file: File,
     hash: Box<Xxh3>,
@@ -510,7 +530,7 @@ struct ChecksummedFile {
 }
 
 impl ChecksummedFile {
-    fn create(path: PathBuf) -> Result<Self, WriteError> {
+    pub(crate) fn create(path: PathBuf) -> Result<Self, WriteError> {
         let file = File::create(&path).map_err(io_error(&path, "make the file"))?;
         let record = FileRecord { bytes: 0, block_bytes: CHECKSUM_BLOCK_BYTES as u64, xxh3_64: Vec::new() };
         Ok(Self { path, file, hash: Box::new(Xxh3::new()), hashed_bytes: 0, record })
@@ -540,10 +560,23 @@ impl ChecksummedFile {
         Ok(resumed)
     }
 
-    fn write(&mut self, bytes: &[u8]) -> Result<(), WriteError> {
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), WriteError> {
         self.file.write_all(bytes).map_err(io_error(&self.path, "write"))?;
         self.take_in(bytes);
         Ok(())
+    }
+
+    /// Appends `bytes`, which are those of `source` from `at` on, inside the kernel: file systems that can share blocks need
+    /// not copy them. Returns false if it did nothing because the kernel or the file system cannot.
+    pub(crate) fn write_from(&mut self, source: &File, at: u64, bytes: &[u8]) -> Result<bool, WriteError> {
+        let copied = copy_inside_kernel(source, at, &self.file, bytes.len());
+        let copied = copied.map_err(io_error(&self.path, "write"))?;
+        if copied == 0 {
+            return Ok(false);
+        }
+        self.file.write_all(&bytes[copied..]).map_err(io_error(&self.path, "write"))?;
+        self.take_in(bytes);
+        Ok(true)
     }
 
     /// Counts and hashes bytes that are in the file.
@@ -567,13 +600,36 @@ impl ChecksummedFile {
         self.hashed_bytes = 0;
     }
 
-    fn finish(mut self) -> Result<FileRecord, WriteError> {
+    pub(crate) fn finish(mut self) -> Result<FileRecord, WriteError> {
         if self.hashed_bytes > 0 {
             self.end_block();
         }
         self.file.sync_all().map_err(io_error(&self.path, "make durable"))?;
         Ok(self.record)
     }
+}
+
+/// Bytes that the kernel appended to `target`, at most `bytes`; 0 if it cannot copy between these files.
+#[cfg(target_os = "linux")]
+fn copy_inside_kernel(source: &File, mut at: u64, target: &File, bytes: usize) -> io::Result<usize> {
+    use rustix::io::Errno;
+    let mut done = 0;
+    while done < bytes {
+        match rustix::fs::copy_file_range(source, Some(&mut at), target, None, bytes - done) {
+            Ok(0) => break,
+            Ok(now) => done += now,
+            Err(Errno::INTR) => {}
+            // Each of these says that another way of copying will do; what is wrong with the disk has other names.
+            Err(Errno::XDEV | Errno::NOSYS | Errno::INVAL | Errno::OPNOTSUPP | Errno::PERM) => break,
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(done)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn copy_inside_kernel(_: &File, _: u64, _: &File, _: usize) -> io::Result<usize> {
+    Ok(0)
 }
 
 #[cfg(test)]

@@ -58,7 +58,7 @@ fn source_class(error: &SourceError) -> &'static str {
     }
 }
 
-fn write_class(error: &WriteError) -> &'static str {
+pub(crate) fn write_class(error: &WriteError) -> &'static str {
     match error {
         WriteError::SequenceTooLong { .. } | WriteError::IdTooLarge { .. } => "DataFormatError",
         _ => "FileAccessError",

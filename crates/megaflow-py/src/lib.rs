@@ -13,6 +13,7 @@ mod gil;
 mod indexed;
 mod inputs;
 mod loader;
+mod pairs;
 mod preprocess;
 mod tokenizer;
 mod views;
@@ -24,6 +25,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     preprocess::register(module)?;
     views::register(module)?;
     indexed::register(module)?;
+    pairs::register(module)?;
     dataset::register(module)?;
     loader::register(module)
 }

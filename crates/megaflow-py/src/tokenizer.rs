@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use megaflow_tokenize::{EncodeOptions, SpecialTokensInText, Tokenizer, TokenizerFiles};
-use numpy::{IntoPyArray, PyArray1};
+use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 
 use crate::errors::{IntoPyErr, error};
@@ -64,6 +64,27 @@ impl PyTokenizer {
 
     fn decode(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<String> {
         py.without_gil(|| self.tokenizer.decode(&ids))
+    }
+
+    /// Texts of the ids from each begin to its end.
+    fn decode_many(
+        &self,
+        py: Python<'_>,
+        ids: PyReadonlyArray1<'_, u32>,
+        begins: PyReadonlyArray1<'_, i64>,
+        ends: PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<Vec<String>> {
+        let (ids, begins, ends) = (ids.as_slice()?, begins.as_slice()?, ends.as_slice()?);
+        let outside = || error("SampleIndexError", format!("a text lies outside the {} ids given", ids.len()));
+        let slice = |(&begin, &end): (&i64, &i64)| ids.get(usize::try_from(begin).ok()?..usize::try_from(end).ok()?);
+        let texts: Vec<&[u32]> = begins.iter().zip(ends).map(slice).collect::<Option<_>>().ok_or_else(outside)?;
+        py.without_gil(|| texts.into_iter().map(|ids| self.tokenizer.decode(ids)).collect::<Result<Vec<_>, _>>())
+    }
+
+    /// Ids of the special tokens, in rising order.
+    #[getter]
+    fn special_ids(&self) -> Vec<u32> {
+        self.tokenizer.special_ids()
     }
 
     #[pyo3(signature = (token=None))]

@@ -143,6 +143,15 @@ impl Tokenizer {
         Ok(KNOWN_EOD.iter().find_map(|name| self.token_id(name).map(|id| ((*name).to_owned(), id))))
     }
 
+    /// Ids of the special tokens, in rising order.
+    pub fn special_ids(&self) -> Vec<u32> {
+        let mut ids: Vec<u32> =
+            self.inner.spec.special_tokens().into_iter().filter_map(|token| self.token_id(token)).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+
     /// Text of ids, special tokens included.
     ///
     /// # Errors

@@ -12,7 +12,6 @@ from megaflow.preprocessing import PreprocessOptions
 
 _NO_EFFECT = {
     "dataset_impl": "--dataset-impl: every pair is memory-mapped",
-    "keep_sequential_samples": "--keep-sequential-samples: documents always keep their order",
     "tokenizer_hf_no_use_fast": "--tokenizer-hf-no-use-fast: there is one implementation of each tokenizer",
     "trust_remote_code": "--trust-remote-code: no code of a tokenizer is ever run",
     "use_gigatoken": "--use-gigatoken: there is one implementation of each tokenizer",
@@ -157,7 +156,14 @@ def _add_job(parser: Parser) -> None:
     )
     group.add_argument("--num-shards", type=int, metavar="N", help="with --executor ray: parts to cut the inputs into")
     group.add_argument("--log-interval", type=int, metavar="N", help="a line of progress every N documents")
-    group.add_argument("--partitions", type=int, default=1, help=argparse.SUPPRESS)
+    group.add_argument(
+        "--partitions",
+        type=int,
+        default=1,
+        metavar="P",
+        help="Megatron's order of documents: lines 0, P, 2P ..., then 1, P+1 ..., unless --keep-sequential-samples",
+    )
+    group.add_argument("--keep-sequential-samples", action="store_true", help="documents keep the order of the input")
     group.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--version", action="version", version=f"megaflow {__version__}")
 
@@ -181,11 +187,8 @@ def options_of(arguments: argparse.Namespace) -> tuple[list[str], PreprocessOpti
     Raises:
         ConfigError: if an argument asks for what this version does not have, or no input is named.
     """
-    if arguments.partitions != 1:
-        raise ConfigError(
-            f"--partitions {arguments.partitions} is not available; "
-            "without it, all threads of --workers make one output together"
-        )
+    if arguments.partitions < 1:
+        raise ConfigError(f"--partitions must be at least 1, got {arguments.partitions}")
     if arguments.split_sentences:
         raise ConfigError("--split-sentences is not available; a list of strings as text gives one sequence for each")
     if arguments.resume and arguments.restart:

@@ -11,6 +11,7 @@ from megaflow.errors import (
     DataFormatError,
     MegaflowError,
     NoDocumentsError,
+    SampleIndexError,
     TokenizerError,
 )
 
@@ -18,7 +19,7 @@ USAGE, NO_DOCUMENTS, BAD_DATA, FILES, INTERRUPTED, TERMINATED = 2, 3, 4, 5, 130,
 
 TABLE = """exit codes:
   0  done
-  2  a setting or the tokenizer is wrong
+  2  a setting, a document number or the tokenizer is wrong
   3  the input holds no document; nothing was written
   4  a record or a file does not hold what it should
   5  a file is missing, or cannot be read or written
@@ -67,7 +68,7 @@ def code_of(error: MegaflowError) -> int:
     """Exit code of an error."""
     if isinstance(error, NoDocumentsError):
         return NO_DOCUMENTS
-    if isinstance(error, (ConfigError, TokenizerError, CheckpointError)):
+    if isinstance(error, (ConfigError, TokenizerError, CheckpointError, SampleIndexError)):
         return USAGE
     if isinstance(error, DataFormatError):
         return BAD_DATA

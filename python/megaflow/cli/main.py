@@ -3,11 +3,21 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from megaflow.cli import exit_codes, preprocess
+from megaflow.cli import exit_codes
 from megaflow.cli.arguments import Parser
 
-COMMANDS = {"preprocess": "turn files of JSON lines into .bin/.idx (the same as megaflow-preprocess)"}
+COMMANDS = {
+    "preprocess": ("preprocess", "turn text files into .bin/.idx (the same as megaflow-preprocess)"),
+    "merge": ("merge", "several .bin/.idx pairs to one"),
+    "verify": ("verify", "check structure, sizes, ids and checksums of a pair"),
+    "inspect": ("inspect", "what a pair holds; one document or training sample with its source line"),
+    "stats": ("stats", "lengths of documents, most frequent ids"),
+    "export": ("export", "a pair to JSON lines or Parquet"),
+    "import": ("import_", "token files of datatrove, nanoGPT and llm.c to .bin/.idx"),
+}
+"""Name of each command: its module in this folder, and what it does."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,13 +27,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["preprocess"]:
-        return preprocess.main(arguments[1:], prog="megaflow preprocess")
+    if arguments and arguments[0] in COMMANDS:
+        name = arguments[0]
+        module = import_module(f"megaflow.cli.{COMMANDS[name][0]}")
+        code: int = module.main(arguments[1:], prog=f"megaflow {name}")
+        return code
 
     def other() -> None:
         from megaflow import __version__
 
-        commands = "\n".join(f"  {name}  {text}" for name, text in COMMANDS.items())
+        commands = "\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items())
         parser = Parser(
             prog="megaflow",
             description="The commands of megaflow.",

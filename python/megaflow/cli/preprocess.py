@@ -52,6 +52,10 @@ def run(
     progress: Progress,
 ) -> PreprocessReport:
     """Runs the job here, one shard of it, or all of it on a Ray cluster."""
+    if arguments.partitions > 1 and not arguments.keep_sequential_samples:
+        from megaflow.partitions import run_partitions
+
+        return run_partitions(inputs, options, arguments.partitions, tokenizer=tokenizer)
     if arguments.shard is None and arguments.executor == "threads":
         return preprocess(inputs, options, tokenizer=tokenizer, progress=progress)
     from megaflow import shards

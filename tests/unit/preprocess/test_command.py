@@ -89,7 +89,7 @@ FAULTS = {
     "output under a file": (["{corpus}", "--output-prefix", "{corpus}/x"], 5, "cannot make the folder of the output"),
     "output in no folder": (["{corpus}", "--output-prefix", "/proc/x"], 5, "cannot write the output's folder"),
     "limit without skip": (["{corpus}", "--max-bad-records", "1"], 2, "needs --on-bad-record skip"),
-    "partitions": (["{corpus}", "--partitions", "2"], 2, "--partitions 2 is not available"),
+    "partitions": (["{corpus}", "--partitions", "0"], 2, "--partitions must be at least 1, got 0"),
     "special text refused": (["{corpus}", "--special-tokens-in-text", "error"], 4, 'special token "<|endoftext|>"'),
     "key twice": (["{corpus}", "--json-keys", "text", "text"], 2, "names a key twice"),
 }
@@ -126,10 +126,10 @@ def test_an_unwritable_folder_is_one_sentence(corpus: Path, capsys: pytest.Captu
 
 
 def test_flags_without_effect_say_so(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(corpus), "--dataset-impl", "mmap", "--keep-sequential-samples"]) == 0
+    assert main([str(corpus), "--dataset-impl", "mmap", "--use-gigatoken"]) == 0
     err = capsys.readouterr().err
     assert "no effect: --dataset-impl" in err
-    assert "no effect: --keep-sequential-samples" in err
+    assert "no effect: --use-gigatoken" in err
 
 
 def test_vocabulary_is_recognised_by_content_and_said_once(

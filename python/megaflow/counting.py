@@ -1,0 +1,74 @@
+"""Counts over all tokens and documents of a pair, in constant memory."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megaflow.indexed import IndexedDataset
+
+_DOCUMENTS, _TOKENS = 1 << 20, 1 << 22
+ID_LIMIT = 1 << 24
+"""Ids from here on, and negative ones, are counted together: no vocabulary is so large."""
+
+
+def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    """Tokens of each document, in pieces of about a million documents."""
+    boundaries, lengths = dataset.document_boundaries, dataset.sequence_lengths
+    for begin in range(0, dataset.num_documents, _DOCUMENTS):
+        ends = boundaries[begin : begin + _DOCUMENTS + 1].astype(np.int64)
+        totals = np.zeros(ends[-1] - ends[0] + 1, dtype=np.int64)
+        np.cumsum(lengths[ends[0] : ends[-1]], dtype=np.int64, out=totals[1:])
+        yield np.diff(totals[ends - ends[0]])
+
+
+def length_counts(dataset: IndexedDataset) -> Counter[int]:
+    """How many documents have how many tokens."""
+    counts: Counter[int] = Counter()
+    for lengths in document_lengths(dataset):
+        values, numbers = np.unique(lengths, return_counts=True)
+        counts.update(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
+    return counts
+
+
+def percentiles(counts: Counter[int], shares: tuple[float, ...]) -> list[int]:
+    """The smallest length such that this share (0 to 100) of all documents is at most as long; 0 without documents."""
+    if not counts:
+        return [0] * len(shares)
+    values = np.array(sorted(counts), dtype=np.int64)
+    reached = np.cumsum([counts[int(value)] for value in values])
+    ranks = np.ceil(np.array(shares) / 100 * reached[-1]).clip(1)
+    return [int(value) for value in values[np.searchsorted(reached, ranks)]]
+
+
+def histogram(counts: Counter[int]) -> list[dict[str, Any]]:
+    """Documents by length, in classes that double: 0, 1, 2-3, 4-7 and so on, without gaps."""
+    classes: Counter[int] = Counter()
+    for length, number in counts.items():
+        classes[length.bit_length()] += number
+    if not classes:
+        return []
+    span = range(min(classes), max(classes) + 1)
+    return [
+        {"from": 0 if bits == 0 else 1 << (bits - 1), "to": (1 << bits) - 1, "documents": classes[bits]}
+        for bits in span
+    ]
+
+
+def id_counts(dataset: IndexedDataset) -> tuple[NDArray[np.int64], int]:
+    """How often each id occurs, int64 `[largest id + 1]`, and the number of tokens that are no possible id."""
+    counts = np.zeros(0, dtype=np.int64)
+    outside = 0
+    tokens = dataset._tokens
+    for begin in range(0, dataset.num_tokens, _TOKENS):
+        piece = tokens[begin : begin + _TOKENS]
+        if piece.dtype.itemsize > 2 or piece.dtype.kind == "i":
+            possible = (piece >= 0) & (piece < ID_LIMIT)
+            outside += len(piece) - int(np.count_nonzero(possible))
+            piece = piece[possible]
+        found = np.bincount(piece, minlength=len(counts))
+        found[: len(counts)] += counts
+        counts = found
+    return counts, outside
