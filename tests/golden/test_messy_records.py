@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers.containers import LINES, table_of, write_lines, write_table
 from megaflow import IndexedDataset, PreprocessOptions, Tokenizer, preprocess
 from megaflow.errors import DataFormatError, NoDocumentsError
 
@@ -45,36 +46,71 @@ def matches(expected: Any, texts: list[str]) -> bool:
     return (len(text), digest) == (expected["text_len"], expected["text_sha256_utf8"])
 
 
-def test_messy_records_have_their_outcome(shared: Path, tmp_path: Path) -> None:
+def outcome(path: Path, prefix: Path, case: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Runs a case under both policies and compares it with what is expected."""
+    name = f"{case['file']} as {path.name}"
+    good = [entry for entry in case["expected"] if not is_bad(entry)]
+    skip = PreprocessOptions(output_prefix=str(prefix), append_eod=False, on_bad_record="skip", workers=2)
+    strict = PreprocessOptions(output_prefix=f"{prefix}.strict", workers=2)
+    if not good:
+        with pytest.raises(NoDocumentsError, match=f"the input has {len(case['expected'])} records"):
+            preprocess(path, skip, tokenizer=tokenizer)
+        return
+    report = preprocess(path, skip, tokenizer=tokenizer)
+    texts = document_texts(Path(f"{prefix}_text_document"), tokenizer)
+    assert len(texts) == len(good), name
+    assert all(map(matches, good, texts)), (name, texts)
+    assert report.num_rejected == len(case["expected"]) - len(good), name
+    if len(good) == len(case["expected"]):
+        preprocess(path, strict, tokenizer=tokenizer)
+        return
+    number = 1 + next(index for index, entry in enumerate(case["expected"]) if is_bad(entry))
+    with pytest.raises(DataFormatError, match=rf"{path.name}: (line {number} \(byte \d+\)|row {number}): .*skip"):
+        preprocess(path, strict, tokenizer=tokenizer)
+    assert not Path(f"{strict.output_prefix}_text_document.idx").exists()
+    rejects = [json.loads(text) for text in Path(f"{prefix}.rejects.jsonl").read_text().splitlines()]
+    assert [reject.get("line", reject.get("row")) for reject in rejects] == [number]
+
+
+@pytest.mark.parametrize("ending", list(LINES))
+def test_messy_records_have_their_outcome(ending: str, shared: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.gpt2()
+    for case in cases(shared):
+        data = (shared / "data" / "corpora" / "messy" / case["file"]).read_bytes()
+        stem = case["file"].removesuffix(".jsonl")
+        outcome(write_lines(tmp_path, stem, ending, data), tmp_path / f"{stem}.out", case, tokenizer)
+    assert len(cases(shared)) == 24
+
+
+def test_messy_values_have_their_outcome_in_parquet(shared: Path, tmp_path: Path) -> None:
+    """Where the oddity is one of values, not of lines: empty, white space, lists, nulls, escapes, special tokens."""
     tokenizer = Tokenizer.gpt2()
     seen = 0
     for case in cases(shared):
-        path = shared / "data" / "corpora" / "messy" / case["file"]
-        prefix = tmp_path / case["file"]
-        good = [entry for entry in case["expected"] if not is_bad(entry)]
-        has_bad = len(good) < len(case["expected"])
-        skip = PreprocessOptions(output_prefix=str(prefix), append_eod=False, on_bad_record="skip", workers=2)
-        if not case["expected"]:
-            with pytest.raises(NoDocumentsError, match="the input has 0 records"):
-                preprocess(path, skip, tokenizer=tokenizer)
+        values = [_value(entry) for entry in case["expected"]]
+        if not values or _NOT_A_VALUE in values or len({isinstance(value, list) for value in values if value}) > 1:
             continue
-        report = preprocess(path, skip, tokenizer=tokenizer)
-        texts = document_texts(Path(f"{prefix}_text_document"), tokenizer)
-        assert len(texts) == len(good), case["file"]
-        assert all(map(matches, good, texts)), (case["file"], texts)
-        assert report.num_rejected == len(case["expected"]) - len(good)
-        strict = PreprocessOptions(output_prefix=str(tmp_path / "strict"), workers=2)
-        if has_bad:
-            line = 1 + next(index for index, entry in enumerate(case["expected"]) if is_bad(entry))
-            with pytest.raises(DataFormatError, match=rf"{case['file']}: line {line} \(byte \d+\): .*skip"):
-                preprocess(path, strict, tokenizer=tokenizer)
-            assert not (tmp_path / "strict_text_document.idx").exists()
-            rejects = [
-                json.loads(text) for text in (tmp_path / f"{case['file']}.rejects.jsonl").read_text().splitlines()
-            ]
-            assert [reject["line"] for reject in rejects] == [line]
-        else:
-            preprocess(path, strict, tokenizer=tokenizer)
-            (tmp_path / "strict_text_document.idx").unlink()
+        path = write_table(tmp_path, case["file"].removesuffix(".jsonl"), ".parquet", table_of(values))
+        outcome(path, tmp_path / f"{path.stem}.out", case, tokenizer)
         seen += 1
-    assert seen == 23
+    assert seen == 12
+
+
+_NOT_A_VALUE = "no value of a column"
+
+
+def _value(entry: Any) -> Any:
+    if isinstance(entry, str):
+        return entry
+    return None if entry == {"bad": "text is null"} else _NOT_A_VALUE
+
+
+def test_files_that_are_not_what_they_seem(shared: Path, tmp_path: Path) -> None:
+    folder = shared / "data" / "corpora" / "messy"
+    cut = PreprocessOptions(output_prefix=str(tmp_path / "cut"), on_bad_record="skip")
+    with pytest.raises(DataFormatError, match=r"gzip_truncated.jsonl.gz: damaged compressed data"):
+        preprocess(folder / "gzip_truncated.jsonl.gz", cut)
+    assert list(tmp_path.iterdir()) == []
+    report = preprocess(folder / "not_gzip.jsonl.gz", PreprocessOptions(output_prefix=str(tmp_path / "plain")))
+    assert report.records == 2
+    assert "not_gzip.jsonl.gz: the name promises gzip data" in report.warnings[0]

@@ -149,6 +149,13 @@ def _add_job(parser: Parser) -> None:
     group.add_argument("--resume", action="store_true", help="go on with an interrupted job (the default; for scripts)")
     group.add_argument("--restart", action="store_true", help="throw away what an interrupted job has done")
     group.add_argument(
+        "--journal-every",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="seconds between two entries of the journal that a killed job goes on from (default: 15)",
+    )
+    group.add_argument(
         "--shard", metavar="I/N", help="do part I of N (from 0) into PREFIX_shard_...; megaflow merge joins them"
     )
     group.add_argument(
@@ -208,6 +215,7 @@ def options_of(arguments: argparse.Namespace) -> tuple[list[str], PreprocessOpti
         input_format=arguments.input_format,
         invalid_utf8=arguments.utf8,
         restart=arguments.restart,
+        journal_every_s=arguments.journal_every,
         append_eod=arguments.append_eod,
         eod_token=arguments.eod_token,
         empty_documents=arguments.empty_documents,
