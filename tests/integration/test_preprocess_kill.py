@@ -70,13 +70,16 @@ def straight(corpus: Path) -> list[bytes]:
 
 def test_sigkill_at_any_time_leaves_no_index_and_the_same_command_goes_on(corpus: Path, straight: list[bytes]) -> None:
     draw = random.Random(1)
+    journal = corpus.with_name("in.partial") / "journal.json"
     killed = resumed = 0
-    for _ in range(10):
+    for number in range(8):
         remove_results(corpus)
-        for _ in range(3):
+        for _ in range(1 + number % 3):
             job = start(corpus, "--journal-every", "0.05")
             wait_for_staging(corpus, job)
-            time.sleep(draw.uniform(0, 0.8))
+            while number % 2 and not journal.exists() and job.poll() is None:
+                time.sleep(0.002)
+            time.sleep(draw.uniform(0, 0.4))
             job.kill()
             job.communicate()
             if job.returncode == 0:
@@ -86,8 +89,8 @@ def test_sigkill_at_any_time_leaves_no_index_and_the_same_command_goes_on(corpus
         out = finish(corpus)
         resumed += "documents were done before" in out
         assert results(corpus) == straight
-    assert killed >= 8
-    assert resumed >= 3
+    assert killed >= 6
+    assert resumed >= 2
 
 
 def test_a_full_disk_ends_in_words_and_the_job_goes_on(corpus: Path, straight: list[bytes]) -> None:
