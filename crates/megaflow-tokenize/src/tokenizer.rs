@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::bpe::ByteLevel;
 use crate::fallback::Fallback;
 use crate::special::SpecialFinder;
 use crate::{SpecialTokensInText, TokenizeError, TokenizerSpec};
@@ -10,6 +11,10 @@ use crate::{SpecialTokensInText, TokenizeError, TokenizerSpec};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EngineKind {
+    /// Byte-level BPE with a scanner for its split rule.
+    ByteLevelBpe,
+    /// Byte-level BPE whose split rule is left to the `tokenizers` crate.
+    ByteLevelBpeRegex,
     /// The `tokenizers` crate.
     HuggingFace,
 }
@@ -18,18 +23,29 @@ impl EngineKind {
     /// Name in reports and in the sidecar.
     pub fn name(self) -> &'static str {
         match self {
+            Self::ByteLevelBpe => "megaflow-byte-level-bpe",
+            Self::ByteLevelBpeRegex => "megaflow-byte-level-bpe-regex",
             Self::HuggingFace => "huggingface-tokenizers",
         }
     }
 }
 
 /// How a text is encoded.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EncodeOptions {
     /// What to do with text that spells a special token.
     pub special_tokens_in_text: SpecialTokensInText,
     /// Whether the post-processor may add its tokens (often a BOS) to each text, as Megatron's Hugging Face path does.
     pub add_special_tokens: bool,
+    /// Most bytes that the word cache of an encoder may take.
+    pub cache_bytes: usize,
+}
+
+impl Default for EncodeOptions {
+    fn default() -> Self {
+        let special_tokens_in_text = SpecialTokensInText::default();
+        Self { special_tokens_in_text, add_special_tokens: false, cache_bytes: 64 << 20 }
+    }
 }
 
 /// Something that turns text into ids. Shared by threads; each has its own [`EngineEncoder`].
@@ -54,6 +70,19 @@ pub trait EngineEncoder: Send {
     /// # Errors
     /// [`TokenizeError::Encode`] if the text cannot be encoded; `out` then has its old length or more.
     fn encode(&mut self, text: &str, out: &mut Vec<u32>) -> Result<(), TokenizeError>;
+
+    /// Appends the ids of `text` to `out` as `u16`.
+    ///
+    /// # Errors
+    /// As [`Self::encode`], and [`TokenizeError::Invalid`] if the vocabulary has ids that do not fit.
+    fn encode_u16(&mut self, text: &str, out: &mut Vec<u16>) -> Result<(), TokenizeError>;
+}
+
+/// Fails if `max_id` does not fit into a `u16`.
+pub(crate) fn check_u16(max_id: u32) -> Result<(), TokenizeError> {
+    u16::try_from(max_id).map(|_| ()).map_err(|_| {
+        TokenizeError::invalid(format!("ids reach {max_id}, which is more than the {} of a u16", u16::MAX))
+    })
 }
 
 /// A tokenizer: cheap to clone, shared by threads.
@@ -87,7 +116,10 @@ impl Tokenizer {
     /// As above, with the end-of-document token that a file beside it declares (`eos_token` of `tokenizer_config.json`).
     pub(crate) fn with_declared_eod(bytes: &[u8], declared_eod: Option<String>) -> Result<Self, TokenizeError> {
         let spec = TokenizerSpec::from_tokenizer_json(bytes)?;
-        let engine = Box::new(Fallback::from_tokenizer_json(bytes)?);
+        let engine: Box<dyn Engine> = match ByteLevel::from_spec(&spec, bytes)? {
+            Some(engine) => Box::new(engine),
+            None => Box::new(Fallback::from_tokenizer_json(bytes)?),
+        };
         let specials = SpecialFinder::new(&spec.special_tokens())?;
         let (fingerprint, vocab_size) = (spec.fingerprint(), spec.vocab_size());
         Ok(Self { inner: Arc::new(Inner { spec, engine, specials, fingerprint, vocab_size, declared_eod }) })
@@ -170,13 +202,27 @@ impl Encoder {
     /// # Errors
     /// [`TokenizeError::SpecialInText`] under policy `Error`, [`TokenizeError::Encode`] if the engine refuses the text.
     pub fn encode(&mut self, text: &str, out: &mut Vec<u32>) -> Result<(), TokenizeError> {
+        self.look_for_special(text)?;
+        self.engine.encode(text, out)
+    }
+
+    /// Appends the ids of `text` to `out` as `u16`.
+    ///
+    /// # Errors
+    /// As [`Self::encode`], and [`TokenizeError::Invalid`] if the vocabulary has ids that do not fit.
+    pub fn encode_u16(&mut self, text: &str, out: &mut Vec<u16>) -> Result<(), TokenizeError> {
+        self.look_for_special(text)?;
+        self.engine.encode_u16(text, out)
+    }
+
+    fn look_for_special(&mut self, text: &str) -> Result<(), TokenizeError> {
         match self.policy {
-            SpecialTokensInText::Error => self.tokenizer.inner.specials.refuse(text)?,
+            SpecialTokensInText::Error => self.tokenizer.inner.specials.refuse(text),
             SpecialTokensInText::Text | SpecialTokensInText::Encode => {
                 self.special_hits += self.tokenizer.inner.specials.count(text);
+                Ok(())
             }
         }
-        self.engine.encode(text, out)
     }
 
     /// Places seen so far where text spelled a special token.
@@ -196,7 +242,7 @@ mod tests {
     fn encode(policy: SpecialTokensInText, text: &str) -> Result<(Vec<u32>, u64), TokenizeError> {
         let tokenizer = Tokenizer::from_tokenizer_json(WORDS.as_bytes())?;
         let mut encoder =
-            tokenizer.encoder(EncodeOptions { special_tokens_in_text: policy, add_special_tokens: false })?;
+            tokenizer.encoder(EncodeOptions { special_tokens_in_text: policy, ..EncodeOptions::default() })?;
         let mut ids = Vec::new();
         encoder.encode(text, &mut ids)?;
         Ok((ids, encoder.special_hits()))

@@ -1,0 +1,369 @@
+//! The word cache of one thread: word bytes to ids.
+//!
+//! Words of up to 15 bytes are keys of 16 bytes (the bytes and the length), two of them with their ids in one cache line:
+//! a probe touches one line. A new word goes to the first place of its line and pushes the older one back, so the table
+//! never fills up; it grows up to its byte budget and from then on forgets. Longer words live in a second table that
+//! points into an arena of bytes.
+
+use crate::simd;
+
+/// Ids that fit beside a key.
+pub(crate) const INLINE: usize = 4;
+/// Longest word with an inline key.
+pub(crate) const SHORT: usize = 15;
+/// Longest word that is kept at all.
+pub(crate) const LONGEST: usize = 192;
+
+const COUNT_SHIFT: u32 = 29;
+const ID_MASK: u32 = (1 << COUNT_SHIFT) - 1;
+/// Count that says: the ids are in the spill.
+const SPILLED: u32 = 7;
+
+/// Words of 8 bytes of a line: two entries of two words of key and two of ids.
+const LINE: usize = 8;
+const FIRST_LINES: usize = 1 << 13;
+
+/// Key of a word of 1 to 15 bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Key {
+    low: u64,
+    high: u64,
+}
+
+const LENGTH_MASK: [(u64, u64); 16] = length_masks();
+
+const fn length_masks() -> [(u64, u64); 16] {
+    let mut masks = [(0u64, 0u64); 16];
+    let mut len = 0;
+    while len < 16 {
+        masks[len] = if len < 8 { ((1 << (8 * len)) - 1, 0) } else { (u64::MAX, (1 << (8 * (len - 8))) - 1) };
+        len += 1;
+    }
+    masks
+}
+
+impl Key {
+    /// From the 16 bytes at the word and its length.
+    #[inline]
+    pub(crate) fn new(bytes: &[u8; 16], len: usize) -> Self {
+        let word = u128::from_le_bytes(*bytes);
+        let (low, high) = LENGTH_MASK[len & 15];
+        Self { low: word as u64 & low, high: ((word >> 64) as u64 & high) | (len as u64) << 56 }
+    }
+
+    #[inline]
+    fn hash(self) -> u64 {
+        let product = u128::from(self.low ^ 0x2D35_8DCC_AA6C_78A5) * u128::from(self.high ^ 0x8BB8_4B93_962E_ACC9);
+        product as u64 ^ (product >> 64) as u64
+    }
+}
+
+/// What a probe found.
+pub(crate) enum Found<'a> {
+    /// Up to four ids, and how many.
+    Inline([u32; INLINE], usize),
+    /// More ids.
+    Spilled(&'a [u32]),
+    /// Nothing.
+    Missing,
+}
+
+/// A cache with a byte budget.
+pub(crate) struct WordCache {
+    /// Lines, from the first address that is a multiple of their size on.
+    words: Vec<u64>,
+    aligned: usize,
+    shift: u32,
+    entries: usize,
+    max_lines: usize,
+    spill: Vec<u32>,
+    max_spill: usize,
+    long: LongWords,
+}
+
+impl WordCache {
+    /// An empty cache that will not take more than about `budget` bytes.
+    pub(crate) fn new(budget: usize) -> Self {
+        let lines = |bytes: usize| (bytes / (LINE * 8)).max(FIRST_LINES);
+        let max_lines = 1 << lines(budget / 2).ilog2();
+        let mut cache = Self {
+            words: Vec::new(),
+            aligned: 0,
+            shift: 0,
+            entries: 0,
+            max_lines,
+            spill: Vec::new(),
+            max_spill: (budget / 8 / 4).max(1 << 12),
+            long: LongWords::new(budget / 4),
+        };
+        cache.allocate(FIRST_LINES);
+        cache
+    }
+
+    fn allocate(&mut self, lines: usize) {
+        self.words = vec![0; (lines + 1) * LINE];
+        self.aligned = (64 - self.words.as_ptr() as usize % 64) % 64 / 8;
+        self.shift = 64 - lines.trailing_zeros();
+        self.entries = 0;
+    }
+
+    /// Line of a key; also the argument of [`Self::get`] and [`Self::insert`].
+    #[inline]
+    pub(crate) fn place(&self, key: Key) -> usize {
+        self.aligned + (key.hash() >> self.shift) as usize * LINE
+    }
+
+    /// Asks for the line at `place`.
+    #[inline]
+    pub(crate) fn prefetch(&self, place: usize) {
+        simd::prefetch(&self.words, place);
+    }
+
+    #[inline]
+    fn line(&self, place: usize) -> &[u64; LINE] {
+        self.words[place..place + LINE].first_chunk().expect("a slice of this length")
+    }
+
+    /// Ids of a word.
+    #[inline]
+    pub(crate) fn get(&self, key: Key, place: usize) -> Found<'_> {
+        let line = self.line(place);
+        let second = usize::from(line[4] == key.low && line[5] == key.high) * 4;
+        if line[second] != key.low || line[second + 1] != key.high {
+            return Found::Missing;
+        }
+        let ids = [
+            line[second + 2] as u32,
+            (line[second + 2] >> 32) as u32,
+            line[second + 3] as u32,
+            (line[second + 3] >> 32) as u32,
+        ];
+        let count = ids[0] >> COUNT_SHIFT;
+        if count == SPILLED {
+            let (start, len) = (ids[1] as usize, ids[2] as usize);
+            return Found::Spilled(&self.spill[start..start + len]);
+        }
+        Found::Inline([ids[0] & ID_MASK, ids[1], ids[2], ids[3]], count as usize)
+    }
+
+    /// Keeps the ids of a word that is not there. May move all lines.
+    pub(crate) fn insert(&mut self, key: Key, ids: &[u32]) {
+        let lines = self.words.len() / LINE - 1;
+        if self.entries >= lines && lines < self.max_lines {
+            self.grow((lines * 4).min(self.max_lines));
+        }
+        let payload = if ids.len() <= INLINE {
+            let id = |index: usize| u64::from(ids.get(index).copied().unwrap_or(0));
+            let first = id(0) | (ids.len() as u64) << COUNT_SHIFT;
+            [first | id(1) << 32, id(2) | id(3) << 32]
+        } else {
+            if self.spill.len() + ids.len() > self.max_spill {
+                self.forget_all();
+            }
+            let start = self.spill.len() as u64;
+            self.spill.extend_from_slice(ids);
+            [u64::from(SPILLED) << COUNT_SHIFT | start << 32, ids.len() as u64]
+        };
+        self.put([key.low, key.high, payload[0], payload[1]]);
+    }
+
+    fn put(&mut self, entry: [u64; 4]) {
+        let place = self.place(Key { low: entry[0], high: entry[1] });
+        let line = &mut self.words[place..place + LINE];
+        self.entries += usize::from(line[5] == 0);
+        line.copy_within(0..4, 4);
+        line[..4].copy_from_slice(&entry);
+    }
+
+    fn grow(&mut self, lines: usize) {
+        let (old, start) = (std::mem::take(&mut self.words), self.aligned);
+        self.allocate(lines);
+        for entry in old[start..].chunks_exact(4) {
+            if entry[1] != 0 {
+                self.put([entry[0], entry[1], entry[2], entry[3]]);
+            }
+        }
+    }
+
+    fn forget_all(&mut self) {
+        self.words.fill(0);
+        self.entries = 0;
+        self.spill.clear();
+    }
+
+    /// Ids of a word of more than 15 bytes.
+    #[inline]
+    pub(crate) fn get_long(&self, word: &[u8], hash: u64) -> Option<&[u32]> {
+        self.long.get(word, hash)
+    }
+
+    /// Keeps the ids of such a word.
+    pub(crate) fn insert_long(&mut self, word: &[u8], hash: u64, ids: &[u32]) {
+        self.long.insert(word, hash, ids);
+    }
+
+    /// Bytes in use.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> usize {
+        self.words.len() * 8 + self.spill.capacity() * 4 + self.long.bytes()
+    }
+}
+
+/// Hash of a long word.
+#[inline]
+pub(crate) fn hash_long(word: &[u8]) -> u64 {
+    let mix = |a: u64, b: u64| {
+        let product = u128::from(a) * u128::from(b);
+        product as u64 ^ (product >> 64) as u64
+    };
+    let read = |at: usize| u64::from_le_bytes(*word[at..].first_chunk().expect("8 bytes are left"));
+    let mut hash = word.len() as u64 ^ 0xA076_1D64_78BD_642F;
+    let mut at = 0;
+    while at + 16 <= word.len() {
+        hash = mix(read(at) ^ 0xE703_7ED1_A0B4_28DB, read(at + 8) ^ hash);
+        at += 16;
+    }
+    if word.len() >= 16 {
+        hash = mix(read(word.len() - 16) ^ 0x8EBC_6AF0_9C88_C6E3, read(word.len() - 8) ^ hash);
+    }
+    hash
+}
+
+#[derive(Clone, Copy, Default)]
+struct LongEntry {
+    hash: u64,
+    bytes: u32,
+    len: u32,
+    ids: u32,
+    count: u32,
+}
+
+/// Two places for each hash, an arena for bytes and one for ids; wiped when an arena is full.
+struct LongWords {
+    entries: Vec<LongEntry>,
+    used: usize,
+    max_entries: usize,
+    bytes: Vec<u8>,
+    ids: Vec<u32>,
+    budget: usize,
+}
+
+impl LongWords {
+    fn new(budget: usize) -> Self {
+        let max_entries = 1 << (budget / 4 / size_of::<LongEntry>()).max(1 << 8).ilog2();
+        Self {
+            entries: vec![LongEntry::default(); max_entries.min(1 << 10)],
+            used: 0,
+            max_entries,
+            bytes: Vec::new(),
+            ids: Vec::new(),
+            budget,
+        }
+    }
+
+    #[inline]
+    fn place(&self, hash: u64) -> usize {
+        hash as usize & (self.entries.len() - 1) & !1
+    }
+
+    #[inline]
+    fn get(&self, word: &[u8], hash: u64) -> Option<&[u32]> {
+        let place = self.place(hash);
+        self.entries[place..place + 2].iter().find_map(|entry| {
+            let bytes = entry.bytes as usize..(entry.bytes + entry.len) as usize;
+            let same = entry.hash == hash && entry.len as usize == word.len() && &self.bytes[bytes] == word;
+            same.then(|| &self.ids[entry.ids as usize..(entry.ids + entry.count) as usize])
+        })
+    }
+
+    fn insert(&mut self, word: &[u8], hash: u64, ids: &[u32]) {
+        if self.bytes.len() + word.len() + 4 * (self.ids.len() + ids.len()) > self.budget / 4 * 3 {
+            self.entries.fill(LongEntry::default());
+            self.used = 0;
+            self.bytes.clear();
+            self.ids.clear();
+        }
+        if self.used * 2 >= self.entries.len() && self.entries.len() < self.max_entries {
+            let size = self.entries.len() * 4;
+            let old = std::mem::replace(&mut self.entries, vec![LongEntry::default(); size.min(self.max_entries)]);
+            self.used = 0;
+            old.into_iter().filter(|entry| entry.len != 0).for_each(|entry| self.put(entry));
+        }
+        let entry = LongEntry {
+            hash,
+            bytes: self.bytes.len() as u32,
+            len: word.len() as u32,
+            ids: self.ids.len() as u32,
+            count: ids.len() as u32,
+        };
+        self.bytes.extend_from_slice(word);
+        self.ids.extend_from_slice(ids);
+        self.put(entry);
+    }
+
+    fn put(&mut self, entry: LongEntry) {
+        let place = self.place(entry.hash);
+        self.used += usize::from(self.entries[place + 1].len == 0);
+        self.entries[place + 1] = self.entries[place];
+        self.entries[place] = entry;
+    }
+
+    #[cfg(test)]
+    fn bytes(&self) -> usize {
+        self.entries.len() * size_of::<LongEntry>() + self.bytes.capacity() + self.ids.capacity() * 4
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(word: &str) -> Key {
+        let mut bytes = [b'#'; 16];
+        bytes[..word.len()].copy_from_slice(word.as_bytes());
+        Key::new(&bytes, word.len())
+    }
+
+    fn ids(cache: &WordCache, word: &str) -> Option<Vec<u32>> {
+        match cache.get(key(word), cache.place(key(word))) {
+            Found::Inline(ids, count) => Some(ids[..count].to_vec()),
+            Found::Spilled(ids) => Some(ids.to_vec()),
+            Found::Missing => None,
+        }
+    }
+
+    #[test]
+    fn words_come_back_with_their_ids_and_only_they() {
+        let mut cache = WordCache::new(1 << 24);
+        for index in 0..50_000u32 {
+            let expected: Vec<u32> = (0..index % 7 + 1).map(|place| index + place).collect();
+            cache.insert(key(&format!("w{index}")), &expected);
+            assert_eq!(ids(&cache, &format!("w{index}")), Some(expected));
+        }
+        let kept = (0..50_000u32).filter(|index| {
+            let found = ids(&cache, &format!("w{index}"));
+            found.is_none_or(|found| found == (0..index % 7 + 1).map(|place| index + place).collect::<Vec<_>>())
+        });
+        assert_eq!(kept.count(), 50_000);
+        assert_eq!(ids(&cache, "x1"), None);
+    }
+
+    #[test]
+    fn the_budget_holds() {
+        let budget = 4 << 20;
+        let mut cache = WordCache::new(budget);
+        for index in 0..300_000u32 {
+            cache.insert(key(&format!("w{index}")), &[index; 6]);
+            let long = format!("a long word with a number {index}");
+            cache.insert_long(long.as_bytes(), hash_long(long.as_bytes()), &[index; 9]);
+            assert_eq!(cache.get_long(long.as_bytes(), hash_long(long.as_bytes())), Some([index; 9].as_slice()));
+        }
+        assert!(cache.bytes() <= budget + budget / 4, "{}", cache.bytes());
+    }
+
+    #[test]
+    fn bytes_behind_a_word_do_not_matter() {
+        assert_eq!(Key::new(b"abcdefghijklmnop", 3), Key::new(b"abc             ", 3));
+        assert_ne!(Key::new(b"abc\0............", 3), Key::new(b"abc\0............", 4));
+    }
+}

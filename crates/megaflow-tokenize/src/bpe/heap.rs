@@ -1,0 +1,101 @@
+//! BPE by definition, with a heap of pairs: for vocabularies whose merges are not in order of age, and for tests.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
+
+use super::trie::{NONE, Trie};
+use super::vocab::VocabSource;
+
+/// All merges of a vocabulary, by id.
+pub(crate) struct HeapMerges {
+    merges: HashMap<(u32, u32), (u32, u32)>,
+    is_symbol: Vec<bool>,
+    len_of: Vec<u32>,
+}
+
+/// Memory that encoding reuses.
+#[derive(Default)]
+pub(crate) struct HeapScratch {
+    symbols: Vec<Symbol>,
+    heap: BinaryHeap<Reverse<(u32, u32, u32, u32)>>,
+}
+
+#[derive(Clone, Copy)]
+struct Symbol {
+    id: u32,
+    previous: u32,
+    next: u32,
+}
+
+impl HeapMerges {
+    /// From all merges; of a pair that occurs twice the later rank counts, as in Hugging Face's loader.
+    pub(crate) fn new(source: &VocabSource) -> Self {
+        let count = source.tokens.iter().map(|&(_, id)| id as usize + 1).max().unwrap_or(0);
+        let (mut is_symbol, mut len_of) = (vec![false; count], vec![0; count]);
+        source.symbols.iter().for_each(|&id| is_symbol[id as usize] = true);
+        source.tokens.iter().for_each(|(text, id)| len_of[*id as usize] = text.len() as u32);
+        let merges = source.merges.iter().map(|m| ((m.left, m.right), (m.rank, m.product))).collect();
+        Self { merges, is_symbol, len_of }
+    }
+
+    /// Appends the ids of a word; `false` if a part of it is no symbol.
+    pub(crate) fn encode_word(
+        &self,
+        word: &[u8],
+        trie: &Trie,
+        ids: &[u32],
+        scratch: &mut HeapScratch,
+        out: &mut Vec<u32>,
+    ) -> bool {
+        let HeapScratch { symbols, heap } = scratch;
+        symbols.clear();
+        heap.clear();
+        let mut at = 0;
+        while at < word.len() {
+            // Symbols are single bytes or single characters: the shortest token here that is one.
+            let found = (1..=4.min(word.len() - at)).find_map(|len| {
+                let age = trie.longest(&word[at..at + len]);
+                let id = if age == NONE { return None } else { ids[age as usize] };
+                (self.len_of[id as usize] as usize == len && self.is_symbol[id as usize]).then_some((id, len))
+            });
+            let Some((id, len)) = found else { return false };
+            let index = symbols.len() as u32;
+            symbols.push(Symbol { id, previous: index.wrapping_sub(1), next: index + 1 });
+            at += len;
+        }
+        let count = symbols.len() as u32;
+        let offer = |heap: &mut BinaryHeap<_>, symbols: &[Symbol], left: u32| {
+            let right = symbols[left as usize].next;
+            if right < count {
+                let pair = (symbols[left as usize].id, symbols[right as usize].id);
+                if let Some(&(rank, _)) = self.merges.get(&pair) {
+                    heap.push(Reverse((rank, left, pair.0, pair.1)));
+                }
+            }
+        };
+        for left in 0..count {
+            offer(heap, symbols, left);
+        }
+        while let Some(Reverse((_, left, left_id, right_id))) = heap.pop() {
+            let right = symbols[left as usize].next;
+            if symbols[left as usize].id != left_id || right >= count || symbols[right as usize].id != right_id {
+                continue; // the pair has changed since
+            }
+            let Some(&(_, product)) = self.merges.get(&(left_id, right_id)) else { continue };
+            let after = symbols[right as usize].next;
+            symbols[left as usize].id = product;
+            symbols[left as usize].next = after;
+            symbols[right as usize].id = NONE;
+            if after < count {
+                symbols[after as usize].previous = left;
+                offer(heap, symbols, left);
+            }
+            let before = symbols[left as usize].previous;
+            if before < count {
+                offer(heap, symbols, before);
+            }
+        }
+        out.extend(symbols.iter().map(|symbol| symbol.id).filter(|&id| id != NONE));
+        true
+    }
+}

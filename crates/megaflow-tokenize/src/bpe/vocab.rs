@@ -1,0 +1,281 @@
+//! The vocabulary of a BPE model, in the form in which words are encoded.
+//!
+//! Two facts carry the fast path, both consequences of the determinism of BPE (the lowest-ranked, then leftmost pair
+//! merges first):
+//!
+//! 1. *A token has one history.* When a token appears over some bytes, no merge has crossed their ends, so these bytes
+//!    went through what encoding them alone does. Each token that can appear at all therefore has exactly one last merge,
+//!    and all other pairs of the same product never come to merge.
+//! 2. *Neighbours decide.* A row of tokens is the encoding of its text if and only if each two neighbours are the
+//!    encoding of theirs: the first merge across a border needs only the two tokens beside it.
+//!    (Known from the `bpe` crate's description by van Antwerpen and Neubeck, 2024.)
+//!
+//! If, beyond that, each merge has a higher rank than those that made its halves (true of everything that BPE training
+//! writes), the merges happen in order of rank, and whether two tokens are good neighbours is found by undoing the
+//! youngest merge along their border until nothing is left ([`Tables::are_neighbours`]). Tokens are numbered by age here,
+//! so that "younger" is a comparison of numbers. A vocabulary without that property is encoded with a heap of pairs.
+
+use std::collections::HashMap;
+
+use super::heap::HeapMerges;
+use super::pairs::{MAX_TOKENS, PairTable};
+use super::trie::{NONE, Trie};
+use crate::TokenizeError;
+
+/// A merge, by the ids of the vocabulary.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Merge {
+    /// Lower ranks merge first; equal ranks (of the same product) from left to right.
+    pub(crate) rank: u32,
+    pub(crate) left: u32,
+    pub(crate) right: u32,
+    pub(crate) product: u32,
+}
+
+/// What [`Tables`] are made from.
+pub(crate) struct VocabSource {
+    /// Text and id of each entry; texts are bytes as they stand in the input.
+    pub(crate) tokens: Vec<(Vec<u8>, u32)>,
+    /// Entries that a text is first cut into.
+    pub(crate) symbols: Vec<u32>,
+    /// In order of rank.
+    pub(crate) merges: Vec<Merge>,
+    /// Whether a word that is an entry as a whole is that entry, whatever the merges say.
+    pub(crate) whole_words_first: bool,
+}
+
+/// What is known of a token.
+#[derive(Clone, Copy)]
+#[repr(align(32))]
+struct TokenInfo {
+    /// Halves of its last merge; `NONE` for symbols.
+    left: u32,
+    right: u32,
+    /// Longest token that begins it, other than itself.
+    prefix: u32,
+    len: u32,
+    /// One bit for each class of tokens that may follow it in a merge, and precede it.
+    followers: u64,
+    leaders: u64,
+}
+
+/// A vocabulary ready to encode.
+pub(crate) struct Tables {
+    info: Vec<TokenInfo>,
+    /// Ids as the vocabulary writes them, by age.
+    ids: Vec<u32>,
+    pairs: PairTable,
+    trie: Trie,
+    /// Used instead of the above if merges are not in order of age.
+    heap: Option<HeapMerges>,
+    /// Entries that no merges make, for `whole_words_first`.
+    unmade: HashMap<Vec<u8>, u32>,
+}
+
+/// Memory that encoding reuses.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    stack: Vec<u32>,
+    dead: Vec<u64>,
+    pub(super) heap: super::heap::HeapScratch,
+}
+
+#[inline]
+fn class_bit(token: u32) -> u64 {
+    1 << (token.wrapping_mul(0x9E37_79B1) >> 26)
+}
+
+impl Tables {
+    /// Builds the tables.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Invalid`] if entries contradict one another or are too many.
+    pub(crate) fn build(source: &VocabSource) -> Result<Self, TokenizeError> {
+        let max_id = source.tokens.iter().map(|&(_, id)| id).max().unwrap_or(0) as usize;
+        if max_id >= MAX_TOKENS {
+            return Err(TokenizeError::invalid(format!("token ids reach {max_id}, at most {MAX_TOKENS} are handled")));
+        }
+        let mut text_of: Vec<&[u8]> = vec![&[]; max_id + 1];
+        for (text, id) in &source.tokens {
+            text_of[*id as usize] = text;
+        }
+        let mut age_of = vec![NONE; max_id + 1];
+        let blank = TokenInfo { left: NONE, right: NONE, prefix: NONE, len: 0, followers: 0, leaders: 0 };
+        let mut tables = Self {
+            info: Vec::with_capacity(source.tokens.len()),
+            ids: Vec::with_capacity(source.tokens.len()),
+            pairs: PairTable::with_capacity(source.tokens.len()),
+            trie: Trie::build(&[]).ok_or_else(|| TokenizeError::invalid("empty trie"))?,
+            heap: None,
+            unmade: HashMap::new(),
+        };
+        for &id in &source.symbols {
+            if age_of[id as usize] == NONE {
+                age_of[id as usize] = tables.ids.len() as u32;
+                tables.ids.push(id);
+                tables.info.push(TokenInfo { len: text_of[id as usize].len() as u32, ..blank });
+            }
+        }
+        let (mut too_early, mut repeated) = (Vec::new(), false);
+        for merge in &source.merges {
+            let [left, right, product] = [merge.left, merge.right, merge.product].map(|id| age_of[id as usize]);
+            if left == NONE || right == NONE {
+                too_early.push(*merge);
+            } else if product != NONE && tables.pairs.get(left, right) == product {
+                repeated = true;
+            } else if product == NONE && tables.are_neighbours(left, right) {
+                let age = tables.ids.len() as u32;
+                age_of[merge.product as usize] = age;
+                tables.ids.push(merge.product);
+                let len = tables.info[left as usize].len + tables.info[right as usize].len;
+                tables.info.push(TokenInfo { left, right, len, ..blank });
+                tables.pairs.insert(left, right, age);
+                tables.info[left as usize].followers |= class_bit(right);
+                tables.info[right as usize].leaders |= class_bit(left);
+            }
+        }
+        let made = |id: u32| age_of[id as usize] != NONE;
+        // A merge whose halves were made later than its rank can only happen if its product has no other history.
+        let late = |merge: &Merge| made(merge.left) && made(merge.right) && !made(merge.product);
+        // Of a pair that is listed twice the later rank counts.
+        if repeated || too_early.iter().any(late) {
+            tables.heap = Some(HeapMerges::new(source));
+        }
+        if source.whole_words_first {
+            let kept = |id: u32| tables.heap.is_none() && made(id);
+            let unmade = source.tokens.iter().filter(|&&(_, id)| !kept(id));
+            tables.unmade = unmade.map(|(text, id)| (text.clone(), *id)).collect();
+        }
+        tables.link_prefixes(&text_of)?;
+        Ok(tables)
+    }
+
+    /// Builds the trie of all made tokens, and for each the longest token that begins it.
+    fn link_prefixes(&mut self, text_of: &[&[u8]]) -> Result<(), TokenizeError> {
+        let mut entries: Vec<(&[u8], u32)> = (0..).zip(&self.ids).map(|(age, &id)| (text_of[id as usize], age)).collect();
+        entries.sort_unstable();
+        let mut open: Vec<(&[u8], u32)> = Vec::new();
+        for &(text, age) in &entries {
+            while open.last().is_some_and(|(prefix, _)| !text.starts_with(prefix)) {
+                open.pop();
+            }
+            if text.is_empty() || open.last().is_some_and(|&(prefix, _)| prefix == text) {
+                return Err(TokenizeError::invalid(format!("two tokens have the same text, one has id {}", self.ids[age as usize])));
+            }
+            self.info[age as usize].prefix = open.last().map_or(NONE, |&(_, age)| age);
+            open.push((text, age));
+        }
+        self.trie = Trie::build(&entries).ok_or_else(|| TokenizeError::invalid("the vocabulary has too many tokens"))?;
+        Ok(())
+    }
+
+    /// Whether the encoding of the two tokens' texts together is these two tokens.
+    ///
+    /// Goes back in time along their border. At each moment one token of each side touches it; had the two merged, that
+    /// would have been before either was used up by its own side. Of equal ages (the same pair on both sides) the left
+    /// one is older: equal pairs merge from left to right.
+    #[inline]
+    fn are_neighbours(&self, left: u32, right: u32) -> bool {
+        let (mut left, mut right) = (left, right);
+        let (mut left_used, mut right_used) = (u32::MAX, u32::MAX);
+        loop {
+            let (left_info, right_info) = (&self.info[left as usize], &self.info[right as usize]);
+            if left_info.followers & class_bit(right) != 0 && right_info.leaders & class_bit(left) != 0 {
+                let product = self.pairs.get(left, right);
+                if product < left_used && product <= right_used {
+                    return false;
+                }
+            }
+            // The younger one is undone. Symbols are older than all others: if it is one, so are both.
+            if left > right {
+                if left_info.right == NONE {
+                    return true;
+                }
+                left_used = left;
+                left = left_info.right;
+            } else {
+                if right_info.left == NONE {
+                    return true;
+                }
+                right_used = right;
+                right = right_info.left;
+            }
+        }
+    }
+
+    /// Appends the ids of a word. `false` if it holds bytes that no token begins with; `out` then has its old content.
+    pub(crate) fn encode_word(&self, word: &[u8], scratch: &mut Scratch, out: &mut Vec<u32>) -> bool {
+        if !self.unmade.is_empty() {
+            if let Some(&id) = self.unmade.get(word) {
+                out.push(id);
+                return true;
+            }
+        }
+        if let Some(heap) = &self.heap {
+            return heap.encode_word(word, &self.trie, &self.ids, &mut scratch.heap, out);
+        }
+        let first = self.trie.longest(word);
+        if first == NONE {
+            return word.is_empty();
+        }
+        if self.info[first as usize].len as usize == word.len() {
+            out.push(self.ids[first as usize]);
+            return true;
+        }
+        if !self.search(word, first, scratch) {
+            return false;
+        }
+        out.extend(scratch.stack.iter().map(|&age| self.ids[age as usize]));
+        true
+    }
+
+    /// Finds the one row of tokens in which all neighbours fit, longest tokens first; a place from which there is no way
+    /// on is tried once only, which makes the search linear in the word's length.
+    fn search(&self, word: &[u8], first: u32, scratch: &mut Scratch) -> bool {
+        let Scratch { stack, dead, .. } = scratch;
+        stack.clear();
+        dead.clear();
+        dead.resize(word.len() / 64 + 1, 0);
+        let mut at = 0;
+        let mut next = first;
+        loop {
+            let mut token = next;
+            let found = loop {
+                let info = &self.info[token as usize];
+                let end = at + info.len as usize;
+                let alive = dead[end / 64] >> (end % 64) & 1 == 0;
+                if alive && stack.last().is_none_or(|&last| self.are_neighbours(last, token)) {
+                    break Some(end);
+                }
+                if info.prefix == NONE {
+                    break None;
+                }
+                token = info.prefix;
+            };
+            match found {
+                Some(end) => {
+                    stack.push(token);
+                    at = end;
+                    if at == word.len() {
+                        return true;
+                    }
+                    next = self.trie.longest(&word[at..]);
+                    if next != NONE {
+                        continue;
+                    }
+                    return false;
+                }
+                None => {
+                    dead[at / 64] |= 1 << (at % 64);
+                    let Some(last) = stack.pop() else { return false };
+                    at -= self.info[last as usize].len as usize;
+                    next = last;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "vocab_tests.rs"]
+mod tests;

@@ -1,0 +1,157 @@
+//! Words to ids: the cache in front, the vocabulary tables behind it.
+
+use super::cache::{Found, INLINE, Key, LONGEST, SHORT, WordCache, hash_long};
+use super::vocab::{Scratch, Tables};
+use crate::TokenizeError;
+
+/// A type that ids are written as.
+pub(crate) trait TokenId: Copy + Default {
+    /// Narrows an id; whoever chose the type has checked that the vocabulary fits.
+    fn from_id(id: u32) -> Self;
+}
+
+impl TokenId for u32 {
+    #[inline]
+    fn from_id(id: u32) -> Self {
+        id
+    }
+}
+
+impl TokenId for u16 {
+    #[inline]
+    fn from_id(id: u32) -> Self {
+        id as u16
+    }
+}
+
+/// Words whose cache lines are asked for before the first of them is read.
+const BATCH: usize = 32;
+
+/// State of one thread.
+pub(crate) struct WordEncoder {
+    cache: WordCache,
+    scratch: Scratch,
+    ids: Vec<u32>,
+}
+
+#[derive(Clone, Copy)]
+struct Probe {
+    key: Key,
+    place: usize,
+}
+
+impl WordEncoder {
+    /// With an empty cache of at most `budget` bytes.
+    pub(crate) fn new(budget: usize) -> Self {
+        Self { cache: WordCache::new(budget), scratch: Scratch::default(), ids: Vec::new() }
+    }
+
+    /// Appends the ids of the words that end at `ends` (the first begins at 0).
+    pub(crate) fn encode<T: TokenId>(
+        &mut self,
+        tables: &Tables,
+        text: &[u8],
+        ends: &[u32],
+        out: &mut Vec<T>,
+    ) -> Result<(), TokenizeError> {
+        let nothing = Probe { key: Key::new(&[0; 16], 0), place: 0 };
+        let mut probes = [nothing; BATCH];
+        let mut len = out.len();
+        let mut batch_start = 0usize;
+        for batch in ends.chunks(BATCH) {
+            let mut start = batch_start;
+            for (probe, &end) in probes.iter_mut().zip(batch) {
+                let end = end as usize;
+                if end - start <= SHORT {
+                    probe.key = key(text, start, end - start);
+                    probe.place = self.cache.place(probe.key);
+                    self.cache.prefetch(probe.place);
+                }
+                start = end;
+            }
+            out.resize(len + BATCH * INLINE, T::default());
+            let mut start = batch_start;
+            for (index, (probe, &end)) in probes.iter().zip(batch).enumerate() {
+                let end = end as usize;
+                if end - start <= SHORT {
+                    if let Found::Inline(ids, count) = self.cache.get(probe.key, probe.place) {
+                        let slots: &mut [T; INLINE] = out[len..].first_chunk_mut().expect("room for a batch");
+                        *slots = ids.map(T::from_id);
+                        len += count;
+                        start = end;
+                        continue;
+                    }
+                    self.look_up_short(tables, &text[start..end], probe.key)?;
+                } else {
+                    self.look_up_long(tables, &text[start..end])?;
+                }
+                out.truncate(len);
+                out.extend(self.ids.iter().map(|&id| T::from_id(id)));
+                len = out.len();
+                out.resize(len + (BATCH - index) * INLINE, T::default());
+                start = end;
+            }
+            batch_start = start;
+        }
+        out.truncate(len);
+        Ok(())
+    }
+
+    /// Puts the ids of a short word into `self.ids`.
+    #[inline(never)]
+    fn look_up_short(&mut self, tables: &Tables, word: &[u8], key: Key) -> Result<(), TokenizeError> {
+        self.ids.clear();
+        // The table may have moved since the place was computed.
+        match self.cache.get(key, self.cache.place(key)) {
+            Found::Inline(ids, count) => self.ids.extend_from_slice(&ids[..count]),
+            Found::Spilled(ids) => self.ids.extend_from_slice(ids),
+            Found::Missing => {
+                encode_word(tables, word, &mut self.scratch, &mut self.ids)?;
+                self.cache.insert(key, &self.ids);
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts the ids of a long word into `self.ids`.
+    #[inline(never)]
+    fn look_up_long(&mut self, tables: &Tables, word: &[u8]) -> Result<(), TokenizeError> {
+        self.ids.clear();
+        if word.len() > LONGEST {
+            return encode_word(tables, word, &mut self.scratch, &mut self.ids);
+        }
+        let hash = hash_long(word);
+        if let Some(ids) = self.cache.get_long(word, hash) {
+            self.ids.extend_from_slice(ids);
+            return Ok(());
+        }
+        encode_word(tables, word, &mut self.scratch, &mut self.ids)?;
+        self.cache.insert_long(word, hash, &self.ids);
+        Ok(())
+    }
+}
+
+fn encode_word(
+    tables: &Tables,
+    word: &[u8],
+    scratch: &mut Scratch,
+    ids: &mut Vec<u32>,
+) -> Result<(), TokenizeError> {
+    if tables.encode_word(word, scratch, ids) {
+        return Ok(());
+    }
+    Err(TokenizeError::Encode { bytes: word.len(), detail: "no tokens spell a part of it".to_owned() })
+}
+
+/// Key of the word at `start`; reads the 16 bytes there where the text has them.
+#[inline]
+fn key(text: &[u8], start: usize, len: usize) -> Key {
+    match text.get(start..).and_then(|rest| rest.first_chunk::<16>()) {
+        Some(bytes) => Key::new(bytes, len),
+        None => {
+            let mut bytes = [0; 16];
+            bytes[..len].copy_from_slice(&text[start..start + len]);
+            Key::new(&bytes, len)
+        }
+    }
+}
