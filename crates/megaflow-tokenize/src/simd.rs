@@ -102,6 +102,29 @@ fn classify_portable(block: &[u8; 64]) -> Masks {
     masks
 }
 
+/// Asks the system to back a large table with large pages: fewer misses of the address translation.
+pub(crate) fn advise_huge_pages(words: &[u64]) {
+    #[cfg(target_os = "linux")]
+    {
+        const PAGE: usize = 4096;
+        let start = (words.as_ptr() as usize).next_multiple_of(PAGE);
+        let end = (words.as_ptr() as usize + size_of_val(words)) / PAGE * PAGE;
+        if end > start + (2 << 20) {
+            let offset = start - words.as_ptr() as usize;
+            // SAFETY: the range is whole pages of one live allocation, and the advice changes no content.
+            let _ = unsafe {
+                rustix::mm::madvise(
+                    words.as_ptr().cast::<u8>().wrapping_add(offset).cast_mut().cast(),
+                    end - start,
+                    rustix::mm::Advice::LinuxHugepage,
+                )
+            };
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = words;
+}
+
 /// Asks for a cache line that will be read soon.
 #[inline]
 pub(crate) fn prefetch<T>(slice: &[T], index: usize) {
@@ -120,6 +143,25 @@ mod avx2 {
 
     use super::Masks;
 
+    /// Highest bits of all bytes.
+    ///
+    /// The intrinsic of this name is a comparison to the compiler, which then joins the masks of two halves into a vector
+    /// of 64 flags and takes it apart flag by flag: ten times slower than the instruction.
+    ///
+    /// # Safety
+    /// The processor must have AVX2.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn movemask(vector: __m256i) -> u32 {
+        let bits: u32;
+        // SAFETY: one instruction of AVX2 from register to register.
+        unsafe {
+            std::arch::asm!("vpmovmskb {0:e}, {1}", out(reg) bits, in(ymm_reg) vector,
+                options(pure, nomem, nostack, preserves_flags));
+        }
+        bits
+    }
+
     /// # Safety
     /// The processor must have AVX2.
     #[target_feature(enable = "avx2")]
@@ -127,8 +169,8 @@ mod avx2 {
         /// Bits of a test on both halves.
         macro_rules! both {
             ($low:expr, $high:expr, $test:ident $(, $argument:expr)*) => {
-                u64::from(_mm256_movemask_epi8($test!($low $(, $argument)*)) as u32)
-                    | u64::from(_mm256_movemask_epi8($test!($high $(, $argument)*)) as u32) << 32
+                u64::from(movemask($test!($low $(, $argument)*)))
+                    | u64::from(movemask($test!($high $(, $argument)*))) << 32
             };
         }
         macro_rules! same {

@@ -1,9 +1,9 @@
 //! The word cache of one thread: word bytes to ids.
 //!
 //! Words of up to 15 bytes are keys of 16 bytes (the bytes and the length), two of them with their ids in one cache line:
-//! a probe touches one line. A new word goes to the first place of its line and pushes the older one back, so the table
-//! never fills up; it grows up to its byte budget and from then on forgets. Longer words live in a second table that
-//! points into an arena of bytes.
+//! most probes touch one line. A word whose line is full goes to the line beside it, and if that is full as well, takes
+//! the place of another, so the table never fills up; it grows up to its byte budget and from then on forgets. Longer
+//! words live in a second table that points into an arena of bytes.
 
 use crate::simd;
 
@@ -101,13 +101,14 @@ impl WordCache {
     }
 
     fn allocate(&mut self, lines: usize) {
-        self.words = vec![0; (lines + 1) * LINE];
-        self.aligned = (64 - self.words.as_ptr() as usize % 64) % 64 / 8;
+        self.words = vec![0; (lines + 2) * LINE];
+        simd::advise_huge_pages(&self.words);
+        self.aligned = (128 - self.words.as_ptr() as usize % 128) % 128 / 8;
         self.shift = 64 - lines.trailing_zeros();
         self.entries = 0;
     }
 
-    /// Line of a key; also the argument of [`Self::get`] and [`Self::insert`].
+    /// First line of a key; holds until the next [`Self::insert`].
     #[inline]
     pub(crate) fn place(&self, key: Key) -> usize {
         self.aligned + (key.hash() >> self.shift) as usize * LINE
@@ -124,31 +125,45 @@ impl WordCache {
         self.words[place..place + LINE].first_chunk().expect("a slice of this length")
     }
 
-    /// Ids of a word.
+    /// The line beside one.
     #[inline]
-    pub(crate) fn get(&self, key: Key, place: usize) -> Found<'_> {
+    fn beside(&self, place: usize) -> usize {
+        ((place - self.aligned) ^ LINE) + self.aligned
+    }
+
+    /// Up to four ids of a word, if they are in its first line.
+    #[inline]
+    pub(crate) fn get_inline(&self, key: Key, place: usize) -> Option<([u32; INLINE], usize)> {
         let line = self.line(place);
-        let second = usize::from(line[4] == key.low && line[5] == key.high) * 4;
-        if line[second] != key.low || line[second + 1] != key.high {
-            return Found::Missing;
+        let entry = usize::from(line[4] == key.low && line[5] == key.high) * 4;
+        if line[entry] != key.low || line[entry + 1] != key.high {
+            return None;
         }
-        let ids = [
-            line[second + 2] as u32,
-            (line[second + 2] >> 32) as u32,
-            line[second + 3] as u32,
-            (line[second + 3] >> 32) as u32,
-        ];
-        let count = ids[0] >> COUNT_SHIFT;
-        if count == SPILLED {
-            let (start, len) = (ids[1] as usize, ids[2] as usize);
-            return Found::Spilled(&self.spill[start..start + len]);
+        let (first, second) = (line[entry + 2], line[entry + 3]);
+        let count = first as u32 >> COUNT_SHIFT;
+        let ids = [first as u32 & ID_MASK, (first >> 32) as u32, second as u32, (second >> 32) as u32];
+        (count != SPILLED).then_some((ids, count as usize))
+    }
+
+    /// Ids of a word, wherever they are.
+    pub(crate) fn get(&self, key: Key) -> Found<'_> {
+        let place = self.place(key);
+        for place in [place, self.beside(place)] {
+            if let Some((ids, count)) = self.get_inline(key, place) {
+                return Found::Inline(ids, count);
+            }
+            let spilled = self.line(place).chunks_exact(4).find(|entry| entry[0] == key.low && entry[1] == key.high);
+            if let Some(entry) = spilled {
+                let (start, len) = ((entry[2] >> 32) as usize, entry[3] as usize);
+                return Found::Spilled(&self.spill[start..start + len]);
+            }
         }
-        Found::Inline([ids[0] & ID_MASK, ids[1], ids[2], ids[3]], count as usize)
+        Found::Missing
     }
 
     /// Keeps the ids of a word that is not there. May move all lines.
     pub(crate) fn insert(&mut self, key: Key, ids: &[u32]) {
-        let lines = self.words.len() / LINE - 1;
+        let lines = self.words.len() / LINE - 2;
         if self.entries >= lines && lines < self.max_lines {
             self.grow((lines * 4).min(self.max_lines));
         }
@@ -169,10 +184,12 @@ impl WordCache {
 
     fn put(&mut self, entry: [u64; 4]) {
         let place = self.place(Key { low: entry[0], high: entry[1] });
-        let line = &mut self.words[place..place + LINE];
-        self.entries += usize::from(line[5] == 0);
-        line.copy_within(0..4, 4);
-        line[..4].copy_from_slice(&entry);
+        let beside = self.beside(place);
+        let empty = [place, place + 4, beside, beside + 4].into_iter().find(|&at| self.words[at + 1] == 0);
+        // Without an empty one, the youngest neighbour gives way: older words are more frequent on average.
+        let at = empty.unwrap_or(place + 4);
+        self.entries += usize::from(empty.is_some());
+        self.words[at..at + 4].copy_from_slice(&entry);
     }
 
     fn grow(&mut self, lines: usize) {
@@ -325,7 +342,7 @@ mod tests {
     }
 
     fn ids(cache: &WordCache, word: &str) -> Option<Vec<u32>> {
-        match cache.get(key(word), cache.place(key(word))) {
+        match cache.get(key(word)) {
             Found::Inline(ids, count) => Some(ids[..count].to_vec()),
             Found::Spilled(ids) => Some(ids.to_vec()),
             Found::Missing => None,

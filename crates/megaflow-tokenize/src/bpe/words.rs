@@ -74,7 +74,7 @@ impl WordEncoder {
             for (index, (probe, &end)) in probes.iter().zip(batch).enumerate() {
                 let end = end as usize;
                 if end - start <= SHORT {
-                    if let Found::Inline(ids, count) = self.cache.get(probe.key, probe.place) {
+                    if let Some((ids, count)) = self.cache.get_inline(probe.key, probe.place) {
                         let slots: &mut [T; INLINE] = out[len..].first_chunk_mut().expect("room for a batch");
                         *slots = ids.map(T::from_id);
                         len += count;
@@ -101,8 +101,7 @@ impl WordEncoder {
     #[inline(never)]
     fn look_up_short(&mut self, tables: &Tables, word: &[u8], key: Key) -> Result<(), TokenizeError> {
         self.ids.clear();
-        // The table may have moved since the place was computed.
-        match self.cache.get(key, self.cache.place(key)) {
+        match self.cache.get(key) {
             Found::Inline(ids, count) => self.ids.extend_from_slice(&ids[..count]),
             Found::Spilled(ids) => self.ids.extend_from_slice(ids),
             Found::Missing => {

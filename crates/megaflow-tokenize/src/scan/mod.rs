@@ -74,14 +74,24 @@ impl Scanner {
 
     /// Turns starts into ends, up to the last one that no later text can change. `false` if there is none.
     fn collect(&mut self, len: usize, at_end: bool) -> bool {
+        // Eight at a time, of which the last may be none: the number of words in a block is hard to predict.
         self.ends.clear();
+        self.ends.resize(self.starts.iter().map(|starts| starts.count_ones() as usize).sum::<usize>() + 8, 0);
+        let mut count = 0;
         for (block, &starts) in self.starts.iter().enumerate() {
             let mut left = starts;
-            while left != 0 {
-                self.ends.push((block * 64) as u32 + left.trailing_zeros());
-                left &= left - 1;
+            let words = starts.count_ones() as usize;
+            for done in (0..words).step_by(8) {
+                let slots: &mut [u32; 8] =
+                    self.ends[count + done..].first_chunk_mut().expect("eight more than there are words");
+                for slot in slots {
+                    *slot = (block * 64) as u32 + left.trailing_zeros();
+                    left &= left.wrapping_sub(1);
+                }
             }
+            count += words;
         }
+        self.ends.truncate(count);
         if at_end {
             self.ends.push(len as u32);
         } else {
