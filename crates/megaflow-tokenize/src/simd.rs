@@ -102,6 +102,14 @@ fn classify_portable(block: &[u8; 64]) -> Masks {
     masks
 }
 
+/// Views bytes as groups of four; what is left over is not seen. (`slice::as_chunks` is newer than the oldest compiler
+/// that must build this.)
+#[inline]
+pub(crate) fn as_chunks_of_4(bytes: &[u8]) -> &[[u8; 4]] {
+    // SAFETY: `len / 4 * 4` initialised bytes at an address that needs no alignment.
+    unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast::<[u8; 4]>(), bytes.len() / 4) }
+}
+
 /// Asks the system to back a large table with large pages: fewer misses of the address translation.
 pub(crate) fn advise_huge_pages(words: &[u64]) {
     #[cfg(target_os = "linux")]
@@ -129,9 +137,13 @@ pub(crate) fn advise_huge_pages(words: &[u64]) {
 #[inline]
 pub(crate) fn prefetch<T>(slice: &[T], index: usize) {
     #[cfg(target_arch = "x86_64")]
-    if let Some(item) = slice.get(index) {
-        // SAFETY: prefetching reads nothing and cannot fault; the address is that of a live item besides.
-        unsafe { std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(std::ptr::from_ref(item).cast()) };
+    {
+        // SAFETY: prefetching reads nothing and cannot fault, whatever the address.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
+                slice.as_ptr().wrapping_add(index).cast(),
+            );
+        }
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = (slice, index);

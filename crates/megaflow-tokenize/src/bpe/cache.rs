@@ -2,8 +2,7 @@
 //!
 //! Words of up to 15 bytes are keys of 16 bytes (the bytes and the length), two of them with their ids in one cache line:
 //! most probes touch one line. A word whose line is full goes to the line beside it, and if that is full as well, takes
-//! the place of another, so the table never fills up; it grows up to its byte budget and from then on forgets. Longer
-//! words live in a second table that points into an arena of bytes.
+//! the place of another, so the table never fills up; it grows up to its byte budget and from then on forgets.
 
 use crate::simd;
 
@@ -11,8 +10,6 @@ use crate::simd;
 pub(crate) const INLINE: usize = 4;
 /// Longest word with an inline key.
 pub(crate) const SHORT: usize = 15;
-/// Longest word that is kept at all.
-pub(crate) const LONGEST: usize = 192;
 
 const COUNT_SHIFT: u32 = 29;
 const ID_MASK: u32 = (1 << COUNT_SHIFT) - 1;
@@ -78,14 +75,13 @@ pub(crate) struct WordCache {
     max_lines: usize,
     spill: Vec<u32>,
     max_spill: usize,
-    long: LongWords,
 }
 
 impl WordCache {
     /// An empty cache that will not take more than about `budget` bytes.
     pub(crate) fn new(budget: usize) -> Self {
-        let lines = |bytes: usize| (bytes / (LINE * 8)).max(FIRST_LINES);
-        let max_lines = 1 << lines(budget / 2).ilog2();
+        // All words of a line, twice: while the table grows, the old one is there as well.
+        let max_lines = 1 << (budget / (LINE * 8) / 2).max(FIRST_LINES).ilog2();
         let mut cache = Self {
             words: Vec::new(),
             aligned: 0,
@@ -93,8 +89,7 @@ impl WordCache {
             entries: 0,
             max_lines,
             spill: Vec::new(),
-            max_spill: (budget / 8 / 4).max(1 << 12),
-            long: LongWords::new(budget / 4),
+            max_spill: (budget / 8 / 4).clamp(1 << 12, u32::MAX as usize / 4),
         };
         cache.allocate(FIRST_LINES);
         cache
@@ -164,8 +159,8 @@ impl WordCache {
     /// Keeps the ids of a word that is not there. May move all lines.
     pub(crate) fn insert(&mut self, key: Key, ids: &[u32]) {
         let lines = self.words.len() / LINE - 2;
-        if self.entries >= lines && lines < self.max_lines {
-            self.grow((lines * 4).min(self.max_lines));
+        if self.entries >= lines / 2 && lines < self.max_lines {
+            self.grow((lines * 2).min(self.max_lines));
         }
         let payload = if ids.len() <= INLINE {
             let id = |index: usize| u64::from(ids.get(index).copied().unwrap_or(0));
@@ -208,126 +203,10 @@ impl WordCache {
         self.spill.clear();
     }
 
-    /// Ids of a word of more than 15 bytes.
-    #[inline]
-    pub(crate) fn get_long(&self, word: &[u8], hash: u64) -> Option<&[u32]> {
-        self.long.get(word, hash)
-    }
-
-    /// Keeps the ids of such a word.
-    pub(crate) fn insert_long(&mut self, word: &[u8], hash: u64, ids: &[u32]) {
-        self.long.insert(word, hash, ids);
-    }
-
     /// Bytes in use.
     #[cfg(test)]
     pub(crate) fn bytes(&self) -> usize {
-        self.words.len() * 8 + self.spill.capacity() * 4 + self.long.bytes()
-    }
-}
-
-/// Hash of a long word.
-#[inline]
-pub(crate) fn hash_long(word: &[u8]) -> u64 {
-    let mix = |a: u64, b: u64| {
-        let product = u128::from(a) * u128::from(b);
-        product as u64 ^ (product >> 64) as u64
-    };
-    let read = |at: usize| u64::from_le_bytes(*word[at..].first_chunk().expect("8 bytes are left"));
-    let mut hash = word.len() as u64 ^ 0xA076_1D64_78BD_642F;
-    let mut at = 0;
-    while at + 16 <= word.len() {
-        hash = mix(read(at) ^ 0xE703_7ED1_A0B4_28DB, read(at + 8) ^ hash);
-        at += 16;
-    }
-    if word.len() >= 16 {
-        hash = mix(read(word.len() - 16) ^ 0x8EBC_6AF0_9C88_C6E3, read(word.len() - 8) ^ hash);
-    }
-    hash
-}
-
-#[derive(Clone, Copy, Default)]
-struct LongEntry {
-    hash: u64,
-    bytes: u32,
-    len: u32,
-    ids: u32,
-    count: u32,
-}
-
-/// Two places for each hash, an arena for bytes and one for ids; wiped when an arena is full.
-struct LongWords {
-    entries: Vec<LongEntry>,
-    used: usize,
-    max_entries: usize,
-    bytes: Vec<u8>,
-    ids: Vec<u32>,
-    budget: usize,
-}
-
-impl LongWords {
-    fn new(budget: usize) -> Self {
-        let max_entries = 1 << (budget / 4 / size_of::<LongEntry>()).max(1 << 8).ilog2();
-        Self {
-            entries: vec![LongEntry::default(); max_entries.min(1 << 10)],
-            used: 0,
-            max_entries,
-            bytes: Vec::new(),
-            ids: Vec::new(),
-            budget,
-        }
-    }
-
-    #[inline]
-    fn place(&self, hash: u64) -> usize {
-        hash as usize & (self.entries.len() - 1) & !1
-    }
-
-    #[inline]
-    fn get(&self, word: &[u8], hash: u64) -> Option<&[u32]> {
-        let place = self.place(hash);
-        self.entries[place..place + 2].iter().find_map(|entry| {
-            let bytes = entry.bytes as usize..(entry.bytes + entry.len) as usize;
-            let same = entry.hash == hash && entry.len as usize == word.len() && &self.bytes[bytes] == word;
-            same.then(|| &self.ids[entry.ids as usize..(entry.ids + entry.count) as usize])
-        })
-    }
-
-    fn insert(&mut self, word: &[u8], hash: u64, ids: &[u32]) {
-        if self.bytes.len() + word.len() + 4 * (self.ids.len() + ids.len()) > self.budget / 4 * 3 {
-            self.entries.fill(LongEntry::default());
-            self.used = 0;
-            self.bytes.clear();
-            self.ids.clear();
-        }
-        if self.used * 2 >= self.entries.len() && self.entries.len() < self.max_entries {
-            let size = self.entries.len() * 4;
-            let old = std::mem::replace(&mut self.entries, vec![LongEntry::default(); size.min(self.max_entries)]);
-            self.used = 0;
-            old.into_iter().filter(|entry| entry.len != 0).for_each(|entry| self.put(entry));
-        }
-        let entry = LongEntry {
-            hash,
-            bytes: self.bytes.len() as u32,
-            len: word.len() as u32,
-            ids: self.ids.len() as u32,
-            count: ids.len() as u32,
-        };
-        self.bytes.extend_from_slice(word);
-        self.ids.extend_from_slice(ids);
-        self.put(entry);
-    }
-
-    fn put(&mut self, entry: LongEntry) {
-        let place = self.place(entry.hash);
-        self.used += usize::from(self.entries[place + 1].len == 0);
-        self.entries[place + 1] = self.entries[place];
-        self.entries[place] = entry;
-    }
-
-    #[cfg(test)]
-    fn bytes(&self) -> usize {
-        self.entries.len() * size_of::<LongEntry>() + self.bytes.capacity() + self.ids.capacity() * 4
+        self.words.len() * 8 + self.spill.capacity() * 4
     }
 }
 
@@ -371,9 +250,6 @@ mod tests {
         let mut cache = WordCache::new(budget);
         for index in 0..300_000u32 {
             cache.insert(key(&format!("w{index}")), &[index; 6]);
-            let long = format!("a long word with a number {index}");
-            cache.insert_long(long.as_bytes(), hash_long(long.as_bytes()), &[index; 9]);
-            assert_eq!(cache.get_long(long.as_bytes(), hash_long(long.as_bytes())), Some([index; 9].as_slice()));
         }
         assert!(cache.bytes() <= budget + budget / 4, "{}", cache.bytes());
     }

@@ -4,6 +4,7 @@ mod bytes;
 mod cache;
 mod engine;
 mod heap;
+mod long;
 mod pairs;
 mod trie;
 mod vocab;

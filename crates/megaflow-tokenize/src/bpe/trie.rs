@@ -29,8 +29,10 @@ impl Trie {
         let mut builder = Builder {
             trie: Self { nodes: vec![0; 1024], values: vec![NONE; 1024], second: vec![0; 1 << 16] },
             used_bases: vec![false; 1024],
+            taken: vec![0; 1024 / 64],
             first_free: 256, // bases of at least 256: the slots below belong to no child
         };
+        builder.taken[..256 / 64].fill(u64::MAX);
         builder.trie.nodes[0] = 1; // never the child of a leaf, whose base is 0
         builder.place(ROOT, entries)?;
         let mut trie = builder.trie;
@@ -85,6 +87,8 @@ impl Trie {
 struct Builder {
     trie: Trie,
     used_bases: Vec<bool>,
+    /// One bit for each slot that is taken.
+    taken: Vec<u64>,
     first_free: usize,
 }
 
@@ -113,7 +117,8 @@ impl Builder {
                 word |= (base as u32) << 8;
                 for (byte, range) in children.drain(..) {
                     let child = base ^ usize::from(byte);
-                    self.trie.nodes[child] = TERMINAL | u32::from(byte); // taken; its own turn overwrites this
+                    self.trie.nodes[child] = u32::from(byte);
+                    self.taken[child / 64] |= 1 << (child % 64);
                     stack.push((child, depth + 1, range));
                 }
             }
@@ -125,31 +130,34 @@ impl Builder {
     fn find_base(&mut self, children: &[(u8, std::ops::Range<usize>)]) -> Option<usize> {
         let first = usize::from(children[0].0);
         let mut free = self.first_free;
-        let mut skipped = 0;
+        let mut tried = 0;
         loop {
             if free + 512 >= self.trie.nodes.len() {
                 let len = self.trie.nodes.len() * 2;
                 self.trie.nodes.resize(len, 0);
                 self.trie.values.resize(len, NONE);
                 self.used_bases.resize(len, false);
+                self.taken.resize(len / 64, 0);
             }
-            if self.trie.nodes[free] == 0 {
-                let base = free ^ first;
-                if base >= MAX_BASE {
-                    return None;
-                }
-                let fits = !self.used_bases[base]
-                    && children.iter().all(|(byte, _)| self.trie.nodes[base ^ usize::from(*byte)] == 0);
-                if fits {
-                    return Some(base);
-                }
-                skipped += 1;
-                // What stays free behind is given up after a while: search time is bounded, the waste is small.
-                if skipped > 64 {
-                    self.first_free += 1;
-                }
-            } else if free == self.first_free {
-                self.first_free += 1;
+            let open = !self.taken[free / 64] & u64::MAX << (free % 64);
+            if open == 0 {
+                free = (free / 64 + 1) * 64;
+                continue;
+            }
+            free = free / 64 * 64 + open.trailing_zeros() as usize;
+            let base = free ^ first;
+            if base >= MAX_BASE {
+                return None;
+            }
+            let is_free = |slot: usize| self.taken[slot / 64] >> (slot % 64) & 1 == 0;
+            if !self.used_bases[base] && children.iter().all(|(byte, _)| is_free(base ^ usize::from(*byte))) {
+                return Some(base);
+            }
+            tried += 1;
+            // What stays free behind is given up after a while: search time is bounded, the waste is small.
+            if tried == 64 {
+                self.first_free = free;
+                tried = 0;
             }
             free += 1;
         }

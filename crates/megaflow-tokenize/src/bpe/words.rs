@@ -1,6 +1,7 @@
 //! Words to ids: the cache in front, the vocabulary tables behind it.
 
-use super::cache::{Found, INLINE, Key, LONGEST, SHORT, WordCache, hash_long};
+use super::cache::{Found, INLINE, Key, SHORT, WordCache};
+use super::long::{self, LONGEST, LongCache};
 use super::vocab::{Scratch, Tables};
 use crate::TokenizeError;
 
@@ -25,11 +26,12 @@ impl TokenId for u16 {
 }
 
 /// Words whose cache lines are asked for before the first of them is read.
-const BATCH: usize = 32;
+const BATCH: usize = 64;
 
 /// State of one thread.
 pub(crate) struct WordEncoder {
     cache: WordCache,
+    long: LongCache,
     scratch: Scratch,
     ids: Vec<u32>,
 }
@@ -37,13 +39,19 @@ pub(crate) struct WordEncoder {
 #[derive(Clone, Copy)]
 struct Probe {
     key: Key,
+    /// Place in the cache of short words, or the hash of a long one.
     place: usize,
 }
 
 impl WordEncoder {
     /// With an empty cache of at most `budget` bytes.
     pub(crate) fn new(budget: usize) -> Self {
-        Self { cache: WordCache::new(budget), scratch: Scratch::default(), ids: Vec::new() }
+        Self {
+            cache: WordCache::new(budget / 2),
+            long: LongCache::new(budget / 2),
+            scratch: Scratch::default(),
+            ids: Vec::new(),
+        }
     }
 
     /// Appends the ids of the words that end at `ends` (the first begins at 0).
@@ -66,6 +74,10 @@ impl WordEncoder {
                     probe.key = key(text, start, end - start);
                     probe.place = self.cache.place(probe.key);
                     self.cache.prefetch(probe.place);
+                } else if end - start <= LONGEST {
+                    let hash = long::hash(&text[start..end]);
+                    self.long.prefetch(hash);
+                    probe.place = hash as usize;
                 }
                 start = end;
             }
@@ -83,7 +95,20 @@ impl WordEncoder {
                     }
                     self.look_up_short(tables, &text[start..end], probe.key)?;
                 } else {
-                    self.look_up_long(tables, &text[start..end])?;
+                    let (word, hash) = (&text[start..end], probe.place as u64);
+                    if let Some(ids) = (word.len() <= LONGEST).then(|| self.long.get(word, hash)).flatten() {
+                        let room = out.len() - len;
+                        if ids.len() + (BATCH - index) * INLINE > room {
+                            out.resize(len + ids.len() + (BATCH - index) * INLINE, T::default());
+                        }
+                        for (slot, id) in out[len..len + ids.len()].iter_mut().zip(ids) {
+                            *slot = T::from_id(u32::from_le_bytes(*id));
+                        }
+                        len += ids.len();
+                        start = end;
+                        continue;
+                    }
+                    self.encode_long(tables, word, hash)?;
                 }
                 out.truncate(len);
                 out.extend(self.ids.iter().map(|&id| T::from_id(id)));
@@ -112,20 +137,14 @@ impl WordEncoder {
         Ok(())
     }
 
-    /// Puts the ids of a long word into `self.ids`.
+    /// Puts the ids of a long word that is not in the cache into `self.ids`.
     #[inline(never)]
-    fn look_up_long(&mut self, tables: &Tables, word: &[u8]) -> Result<(), TokenizeError> {
+    fn encode_long(&mut self, tables: &Tables, word: &[u8], hash: u64) -> Result<(), TokenizeError> {
         self.ids.clear();
-        if word.len() > LONGEST {
-            return encode_word(tables, word, &mut self.scratch, &mut self.ids);
-        }
-        let hash = hash_long(word);
-        if let Some(ids) = self.cache.get_long(word, hash) {
-            self.ids.extend_from_slice(ids);
-            return Ok(());
-        }
         encode_word(tables, word, &mut self.scratch, &mut self.ids)?;
-        self.cache.insert_long(word, hash, &self.ids);
+        if word.len() <= LONGEST {
+            self.long.insert(word, hash, &self.ids);
+        }
         Ok(())
     }
 }
