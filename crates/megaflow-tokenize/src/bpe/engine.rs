@@ -135,8 +135,8 @@ impl Split {
         let rule = match value["type"].as_str()? {
             "ByteLevel" if is_byte_level(value, true) => Rule::gpt2(),
             "Sequence" => match value["pretokenizers"].as_array()?.as_slice() {
-                [split, last] if is_byte_level(last, false) => split_rule(split),
-                [.., last] if last["type"] == "ByteLevel" => None,
+                [splits @ .., last] if is_byte_level(last, false) => split_rule(splits),
+                [.., last] if last["type"] == "ByteLevel" => None, // another variant of it
                 _ => return None,
             },
             "ByteLevel" => None,
@@ -156,15 +156,19 @@ fn is_byte_level(value: &Value, use_regex: bool) -> bool {
         && (use_regex || value.get("use_regex").is_some())
 }
 
-/// Rule of a `Split` that keeps everything: known patterns match all characters, so that what to do with the rest does
-/// not matter.
-fn split_rule(value: &Value) -> Option<Rule> {
-    let keeps_matches = match (value["behavior"].as_str()?, value["invert"].as_bool()?) {
-        ("Isolated", _) | ("Removed", true) => true,
-        _ => false,
+/// Rule of `Split`s that keep everything: known patterns match all characters, so that what happens to the rest does not
+/// matter. Of several, each must keep what it does not match.
+fn split_rule(splits: &[Value]) -> Option<Rule> {
+    let pattern = |split: &Value| {
+        let keeps = match (split["behavior"].as_str()?, split["invert"].as_bool()?) {
+            ("Isolated", false) => true,
+            ("Isolated" | "Removed", true) => splits.len() == 1,
+            _ => false,
+        };
+        (split["type"] == "Split" && keeps).then(|| split["pattern"]["Regex"].as_str().map(str::to_owned))?
     };
-    let pattern = value["pattern"]["Regex"].as_str()?;
-    Rule::from_pattern(pattern, Dialect::Ruby).filter(|_| value["type"] == "Split" && keeps_matches)
+    let patterns: Vec<String> = splits.iter().map(pattern).collect::<Option<_>>()?;
+    Rule::from_patterns(&patterns.iter().map(String::as_str).collect::<Vec<_>>(), Dialect::Ruby)
 }
 
 impl Engine for ByteLevel {

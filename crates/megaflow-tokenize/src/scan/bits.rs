@@ -1,6 +1,6 @@
 //! Starts of words from class masks, 64 bytes at a time.
 
-use super::{Contraction, Digits, Prefix, Rule};
+use super::rules::{Contraction, Digits, PlainRule, Prefix};
 use crate::simd::Masks;
 
 /// What a block leaves to the next one: single bits, at its bit 0 unless said.
@@ -28,7 +28,7 @@ struct Carry {
 /// Computes the starts of the words of `text`, whose masks (and one empty block behind) are given.
 ///
 /// `at_end`: the text ends here. Otherwise starts near the end are guesses.
-pub(super) fn find_starts(rule: Rule, text: &[u8], masks: &[Masks], starts: &mut Vec<u64>, at_end: bool) {
+pub(super) fn find_starts(rule: PlainRule, text: &[u8], masks: &[Masks], starts: &mut Vec<u64>, at_end: bool) {
     starts.clear();
     starts.reserve(masks.len());
     match (rule.prefix, rule.digits) {
@@ -109,7 +109,7 @@ fn blank_prefix(text: &[u8], masks: &[Masks], starts: &mut Vec<u64>) {
 /// `(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`
 /// and its relatives.
 fn any_prefix<const ONE_DIGIT: bool>(
-    rule: Rule,
+    rule: PlainRule,
     text: &[u8],
     masks: &[Masks],
     starts: &mut Vec<u64>,
@@ -211,7 +211,7 @@ fn threes(number: u64, continuation: u64, carry: &mut Carry) -> u64 {
 
 /// Whether the white space at `bit` of `block`, which follows a newline, reaches its end without another newline.
 #[inline]
-fn newline_is_last(rule: Rule, masks: &[Masks], block: usize, bit: u32, at_end: bool) -> bool {
+fn newline_is_last(rule: PlainRule, masks: &[Masks], block: usize, bit: u32, at_end: bool) -> bool {
     let mut block = block;
     let mut end = !(masks[block].space & !masks[block].newline) & u64::MAX << bit;
     while end == 0 {
@@ -245,5 +245,13 @@ fn contraction_any_case(text: &[u8]) -> u32 {
         [b'r' | b'v' | b'R' | b'V', b'e' | b'E', ..] | [b'l' | b'L', b'l' | b'L', ..] => 2,
         [0xC5, 0xBF, ..] => 2,
         _ => 0,
+    }
+}
+
+/// Length of the ending that begins with an apostrophe, with it, or 0.
+pub(super) fn contraction_any_case_with_apostrophe(text: &[u8]) -> usize {
+    match contraction_any_case(&text[1..]) {
+        0 => 0,
+        len => len as usize + 1,
     }
 }

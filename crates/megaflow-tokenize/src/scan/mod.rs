@@ -7,10 +7,12 @@
 
 mod bits;
 mod rules;
+mod scalar;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use rules::{Contraction, Dialect, Digits, Prefix, Rule};
+use rules::PlainRule;
+pub(crate) use rules::{Dialect, Rule};
 
 use crate::simd::{self, Masks};
 use crate::unicode::{ClassTable, class, decode};
@@ -31,6 +33,20 @@ impl Scanner {
     /// Finds the words at the beginning of `text`, some kilobytes of them (all bytes up to the last of [`Self::ends`]).
     /// `text` begins with a word and is not empty.
     pub(crate) fn next_words(&mut self, rule: Rule, text: &[u8]) {
+        match rule {
+            Rule::Plain(rule) => self.next_plain(rule, text),
+            Rule::Cased { contractions, digits } => {
+                self.ends.clear();
+                scalar::cased(contractions, digits, text, &mut self.ends);
+            }
+            Rule::DeepSeek => {
+                self.ends.clear();
+                scalar::deepseek(text, &mut self.ends);
+            }
+        }
+    }
+
+    fn next_plain(&mut self, rule: PlainRule, text: &[u8]) {
         let mut window = WINDOW;
         loop {
             let mut len = window.min(text.len());
@@ -48,7 +64,7 @@ impl Scanner {
     }
 
     /// Fills the masks of a window.
-    fn mark(&mut self, rule: Rule, text: &[u8]) {
+    fn mark(&mut self, rule: PlainRule, text: &[u8]) {
         simd::classify(text, &mut self.masks);
         let table = ClassTable::get();
         for block in 0..self.masks.len() - 1 {

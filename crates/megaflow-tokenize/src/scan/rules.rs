@@ -33,7 +33,23 @@ pub(crate) enum Digits {
 
 /// A split rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Rule {
+pub(crate) enum Rule {
+    /// One that bit masks follow.
+    Plain(PlainRule),
+    /// One that cuts where small letters end and capitals begin.
+    Cased {
+        /// Whether a word takes the English ending behind it.
+        contractions: bool,
+        /// How runs of numbers are cut.
+        digits: Digits,
+    },
+    /// DeepSeek's three in sequence.
+    DeepSeek,
+}
+
+/// What distinguishes the rules of GPT-2, cl100k, Llama 3 and Qwen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PlainRule {
     pub(crate) contraction: Contraction,
     pub(crate) prefix: Prefix,
     pub(crate) digits: Digits,
@@ -44,7 +60,7 @@ pub(crate) struct Rule {
 }
 
 /// The pattern of `ByteLevel` with `use_regex`, and what tiktoken calls `gpt2`, `r50k` and `p50k`.
-pub(crate) const GPT2: Rule = Rule {
+pub(crate) const GPT2: PlainRule = PlainRule {
     contraction: Contraction::Lower,
     prefix: Prefix::Blank,
     digits: Digits::Run,
@@ -53,7 +69,7 @@ pub(crate) const GPT2: Rule = Rule {
 };
 
 /// Llama 3, and cl100k in its Hugging Face form.
-pub(crate) const LLAMA3: Rule = Rule {
+pub(crate) const LLAMA3: PlainRule = PlainRule {
     contraction: Contraction::AnyCase,
     prefix: Prefix::Any,
     digits: Digits::Three,
@@ -62,7 +78,23 @@ pub(crate) const LLAMA3: Rule = Rule {
 };
 
 /// Qwen 2, 2.5 and 3.
-pub(crate) const QWEN2: Rule = Rule { digits: Digits::One, ..LLAMA3 };
+pub(crate) const QWEN2: PlainRule = PlainRule { digits: Digits::One, ..LLAMA3 };
+
+/// Qwen 3.5: marks are letters.
+const MARKS: PlainRule = PlainRule { letters: class::LETTER | class::MARK, ..QWEN2 };
+
+/// o200k, also of Llama 4 and gpt-oss.
+const O200K: Rule = Rule::Cased { contractions: true, digits: Digits::Three };
+
+/// Tekken, of Mistral's newer models.
+const TEKKEN: Rule = Rule::Cased { contractions: false, digits: Digits::One };
+
+/// DeepSeek's `Split` patterns, in order.
+const DEEPSEEK: [&str; 3] = [
+    r"\p{N}{1,3}",
+    "[\u{4E00}-\u{9FA5}\u{3040}-\u{309F}\u{30A0}-\u{30FF}]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+];
 
 /// Whose regular expressions a pattern is written in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,49 +106,61 @@ pub(crate) enum Dialect {
 }
 
 /// Patterns that mean the same in both dialects.
-const COMMON: [(&str, Rule); 9] = [
-    (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", GPT2),
-    (r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", GPT2),
-    (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", GPT2),
+const COMMON: [(&str, Rule); 12] = [
+    (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", Rule::Plain(GPT2)),
+    (r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", Rule::Plain(GPT2)),
+    (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", Rule::Plain(GPT2)),
     (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        LLAMA3,
+        Rule::Plain(LLAMA3),
     ),
     (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-        LLAMA3,
+        Rule::Plain(LLAMA3),
     ),
     (
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        LLAMA3,
+        Rule::Plain(LLAMA3),
     ),
     (
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        LLAMA3,
+        Rule::Plain(LLAMA3),
     ),
     (
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-        LLAMA3,
+        Rule::Plain(LLAMA3),
     ),
     (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        QWEN2,
+        Rule::Plain(QWEN2),
+    ),
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        Rule::Plain(MARKS),
+    ),
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        O200K,
+    ),
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        TEKKEN,
     ),
 ];
 
 /// Patterns that tiktoken reads in its own way.
 const TIKTOKEN: [(&str, Rule); 2] = [
-    (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s", GPT2),
+    (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s", Rule::Plain(GPT2)),
     (
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
-        Rule { end_is_one: true, ..LLAMA3 },
+        Rule::Plain(PlainRule { end_is_one: true, ..LLAMA3 }),
     ),
 ];
 
 impl Rule {
     /// GPT-2's rule.
     pub(crate) fn gpt2() -> Option<Self> {
-        Some(GPT2)
+        Some(Self::Plain(GPT2))
     }
 
     /// The rule that a pattern spells, if it is a known one. Only the exact text counts: a pattern that differs in one
@@ -124,6 +168,21 @@ impl Rule {
     pub(crate) fn from_pattern(pattern: &str, dialect: Dialect) -> Option<Self> {
         let own: &[_] = if dialect == Dialect::Tiktoken { &TIKTOKEN } else { &[] };
         COMMON.iter().chain(own).find(|(known, _)| *known == pattern).map(|&(_, rule)| rule)
+    }
+
+    /// The rule of several `Split`s in sequence.
+    pub(crate) fn from_patterns(patterns: &[&str], dialect: Dialect) -> Option<Self> {
+        match patterns {
+            [one] => Self::from_pattern(one, dialect),
+            _ if patterns == DEEPSEEK && dialect == Dialect::Ruby => Some(Self::DeepSeek),
+            _ => None,
+        }
+    }
+
+    /// DeepSeek's patterns, for tests.
+    #[cfg(test)]
+    pub(super) fn deepseek_patterns() -> [&'static str; 3] {
+        DEEPSEEK
     }
 
     /// All known patterns, for tests, as the reference engine must read them.

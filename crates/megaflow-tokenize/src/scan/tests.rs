@@ -10,7 +10,7 @@ pub(crate) const ALPHABET: &[&str] = &[
     "a", "b", "Z", "s", "t", "re", "ve", "ll", "S", "LL", "'", "'s", "'T", "'re", "'VE", "'ll", "'\u{17F}", "\u{17F}",
     " ", "  ", "   ", "\n", "\r\n", "\r", "\t", "\u{A0}", "\u{3000}", "\u{85}", "\u{2028}", "\u{B}", "\u{1C}", "\0",
     "\u{7F}", "0", "1", "42", "123", "1234", "\u{661}", "\u{B2}", "\u{BD}", "\u{1D7D8}", "!", ".", "(", "()", "/", "//",
-    "_", "-", "\u{2019}", "\u{2026}", "\u{1F600}", "\u{1F468}\u{200D}\u{1F469}", "\u{E9}", "e\u{301}", "\u{4E2D}",
+    "_", "-", "\u{2019}", "\u{2026}", "\u{1F600}", "\u{1F468}\u{200D}\u{1F469}", "\u{E9}", "e\u{301}", "\u{301}", "\u{30FB}", "\u{309B}", "\u{30AB}", "$", "A", "B", "Ab", "\u{4E2D}",
     "\u{6587}\u{5B57}", "\u{3042}", "\u{D55C}", "\u{915}\u{93F}", "\u{1C5}", "\u{2B0}", "\u{AA}", "\u{FEFF}",
     "\u{E000}", "\u{378}", "\u{10FFFF}", "\u{300}", "\u{DF}", "\u{FB05}", "\u{212A}", "word", " word", "\n\n",
 ];
@@ -47,6 +47,17 @@ fn check(text: &str) {
     for (regex, rule) in KNOWN.iter() {
         assert_eq!(scanned(*rule, text), matched(regex, text), "{rule:?}\n{text:?}");
     }
+    static DEEPSEEK: LazyLock<[SysRegex; 3]> =
+        LazyLock::new(|| Rule::deepseek_patterns().map(|pattern| SysRegex::new(pattern).unwrap()));
+    let expected = DEEPSEEK.iter().fold(vec![text.len()], |ends, regex| {
+        let mut start = 0;
+        let cut = |end: usize| {
+            let piece = &text[std::mem::replace(&mut start, end)..end];
+            matched(regex, piece).into_iter().map(move |place| end - piece.len() + place)
+        };
+        ends.into_iter().flat_map(cut).collect()
+    });
+    assert_eq!(scanned(Rule::DeepSeek, text), expected.into_iter().filter(|&end| end > 0).collect::<Vec<_>>(), "{text:?}");
 }
 
 #[test]
