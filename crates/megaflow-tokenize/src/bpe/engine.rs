@@ -7,7 +7,7 @@ use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
 
 use super::bytes::ByteAlphabet;
-use super::vocab::{Merge, Tables, VocabSource};
+use super::vocab::{Merge, Tables, Unknown, VocabSource};
 use super::words::{TokenId, WordEncoder};
 use crate::added::{AddedTokens, Piece};
 use crate::fallback::Fallback;
@@ -114,7 +114,7 @@ fn vocab_source(spec: &TokenizerSpec) -> Option<VocabSource> {
         merges.push(Merge { rank, left, right, product });
     }
     let whole_words_first = spec.model.settings.get("ignore_merges").and_then(Value::as_bool).unwrap_or(false);
-    Some(VocabSource { tokens, symbols, merges, whole_words_first })
+    Some(VocabSource { tokens, symbols, merges, whole_words_first, unknown: Unknown::Never })
 }
 
 /// Bytes that each id decodes to: a token's bytes if it is written in the byte alphabet, else its own text.

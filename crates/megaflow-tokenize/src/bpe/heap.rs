@@ -38,7 +38,7 @@ impl HeapMerges {
         Self { merges, is_symbol, len_of }
     }
 
-    /// Appends the ids of a word; `false` if a part of it is no symbol.
+    /// Appends the ids of a word; `false` if a part of it is no symbol and `unknown` has no ids for it.
     pub(crate) fn encode_word(
         &self,
         word: &[u8],
@@ -46,10 +46,9 @@ impl HeapMerges {
         ids: &[u32],
         scratch: &mut HeapScratch,
         out: &mut Vec<u32>,
+        unknown: impl Fn(&[u8], &mut Vec<u32>) -> usize,
     ) -> bool {
-        let HeapScratch { symbols, heap } = scratch;
-        symbols.clear();
-        heap.clear();
+        scratch.symbols.clear();
         let mut at = 0;
         while at < word.len() {
             // Symbols are single bytes or single characters: the shortest token here that is one.
@@ -58,11 +57,26 @@ impl HeapMerges {
                 let id = if age == NONE { return None } else { ids[age as usize] };
                 (self.len_of[id as usize] as usize == len && self.is_symbol[id as usize]).then_some((id, len))
             });
-            let Some((id, len)) = found else { return false };
-            let index = symbols.len() as u32;
-            symbols.push(Symbol { id, previous: index.wrapping_sub(1), next: index + 1 });
-            at += len;
+            if let Some((id, len)) = found {
+                let index = scratch.symbols.len() as u32;
+                scratch.symbols.push(Symbol { id, previous: index.wrapping_sub(1), next: index + 1 });
+                at += len;
+                continue;
+            }
+            self.merge_all(scratch, out);
+            match unknown(&word[at..], out) {
+                0 => return false,
+                len => at += len,
+            }
         }
+        self.merge_all(scratch, out);
+        true
+    }
+
+    /// Merges the symbols, appends their ids and leaves none.
+    fn merge_all(&self, scratch: &mut HeapScratch, out: &mut Vec<u32>) {
+        let HeapScratch { symbols, heap } = scratch;
+        heap.clear();
         let count = symbols.len() as u32;
         let offer = |heap: &mut BinaryHeap<_>, symbols: &[Symbol], left: u32| {
             let right = symbols[left as usize].next;
@@ -95,7 +109,6 @@ impl HeapMerges {
                 offer(heap, symbols, before);
             }
         }
-        out.extend(symbols.iter().map(|symbol| symbol.id).filter(|&id| id != NONE));
-        true
+        out.extend(symbols.drain(..).map(|symbol| symbol.id).filter(|&id| id != NONE));
     }
 }

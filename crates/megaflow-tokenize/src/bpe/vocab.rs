@@ -32,6 +32,22 @@ pub(crate) struct Merge {
     pub(crate) product: u32,
 }
 
+/// What becomes of characters that no token begins with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Unknown {
+    /// There are none: the vocabulary has all bytes.
+    Never,
+    /// The ids of their bytes.
+    Bytes(Box<[u32; 256]>),
+    /// One id for each, or for all in a row.
+    Token {
+        /// The id.
+        id: u32,
+        /// Whether a row of such characters is one id.
+        fused: bool,
+    },
+}
+
 /// What [`Tables`] are made from.
 pub(crate) struct VocabSource {
     /// Text and id of each entry; texts are bytes as they stand in the input.
@@ -42,6 +58,8 @@ pub(crate) struct VocabSource {
     pub(crate) merges: Vec<Merge>,
     /// Whether a word that is an entry as a whole is that entry, whatever the merges say.
     pub(crate) whole_words_first: bool,
+    /// What becomes of other characters.
+    pub(crate) unknown: Unknown,
 }
 
 /// What is known of a token.
@@ -70,6 +88,7 @@ pub(crate) struct Tables {
     heap: Option<HeapMerges>,
     /// Entries that no merges make, for `whole_words_first`.
     unmade: HashMap<Vec<u8>, u32>,
+    unknown: Unknown,
 }
 
 /// Memory that encoding reuses.
@@ -108,6 +127,7 @@ impl Tables {
             trie: Trie::build(&[]).ok_or_else(|| TokenizeError::invalid("empty trie"))?,
             heap: None,
             unmade: HashMap::new(),
+            unknown: source.unknown.clone(),
         };
         for &id in &source.symbols {
             if age_of[id as usize] == NONE {
@@ -203,7 +223,15 @@ impl Tables {
         }
     }
 
-    /// Appends the ids of a word. `false` if it holds bytes that no token begins with; `out` then has its old content.
+    /// Calls `each` with the text of each token that can appear. `text_of` as given to [`Self::build`].
+    pub(crate) fn each_made<'a>(&self, source: &'a VocabSource, mut each: impl FnMut(&'a [u8])) {
+        let made: std::collections::HashSet<u32> = self.ids.iter().copied().collect();
+        // In a vocabulary without order of age any entry might appear.
+        source.tokens.iter().filter(|(_, id)| self.heap.is_some() || made.contains(id)).for_each(|(text, _)| each(text));
+    }
+
+    /// Appends the ids of a word. `false` if it holds bytes that no token begins with and that the vocabulary has no ids
+    /// for.
     pub(crate) fn encode_word(&self, word: &[u8], scratch: &mut Scratch, out: &mut Vec<u32>) -> bool {
         if !self.unmade.is_empty() {
             if let Some(&id) = self.unmade.get(word) {
@@ -212,26 +240,33 @@ impl Tables {
             }
         }
         if let Some(heap) = &self.heap {
-            return heap.encode_word(word, &self.trie, &self.ids, &mut scratch.heap, out);
+            return heap.encode_word(word, &self.trie, &self.ids, &mut scratch.heap, out, |word, out| {
+                self.push_unknown(word, out)
+            });
         }
         let first = self.trie.longest(word);
-        if first == NONE {
-            return word.is_empty();
-        }
-        if self.info[first as usize].len as usize == word.len() {
+        if first != NONE && self.info[first as usize].len as usize == word.len() {
             out.push(self.ids[first as usize]);
             return true;
         }
-        if !self.search(word, first, scratch) {
-            return false;
+        self.search(word, first, scratch, out)
+    }
+
+    /// Appends the ids of the unknown character that begins `word`, and returns its length; 0 if it has no ids.
+    fn push_unknown(&self, word: &[u8], out: &mut Vec<u32>) -> usize {
+        let len = 1 + word[1..].iter().take_while(|&&byte| byte & 0xC0 == 0x80).count();
+        match &self.unknown {
+            Unknown::Never => return 0,
+            Unknown::Bytes(ids) => out.extend(word[..len].iter().map(|&byte| ids[usize::from(byte)])),
+            Unknown::Token { id, fused } if *fused && out.last() == Some(id) => {}
+            Unknown::Token { id, .. } => out.push(*id),
         }
-        out.extend(scratch.stack.iter().map(|&age| self.ids[age as usize]));
-        true
+        len
     }
 
     /// Finds the one row of tokens in which all neighbours fit, longest tokens first; a place from which there is no way
     /// on is tried once only, which makes the search linear in the word's length.
-    fn search(&self, word: &[u8], first: u32, scratch: &mut Scratch) -> bool {
+    fn search(&self, word: &[u8], first: u32, scratch: &mut Scratch, out: &mut Vec<u32>) -> bool {
         let Scratch { stack, dead, .. } = scratch;
         stack.clear();
         dead.clear();
@@ -239,6 +274,19 @@ impl Tables {
         let mut at = 0;
         let mut next = first;
         loop {
+            if next == NONE {
+                // Nothing merges with an unknown character: what stands before it is done.
+                out.extend(stack.drain(..).map(|age| self.ids[age as usize]));
+                if at == word.len() {
+                    return true;
+                }
+                match self.push_unknown(&word[at..], out) {
+                    0 => return false,
+                    len => at += len,
+                }
+                next = self.trie.longest(&word[at..]);
+                continue;
+            }
             let mut token = next;
             let found = loop {
                 let info = &self.info[token as usize];
@@ -256,14 +304,7 @@ impl Tables {
                 Some(end) => {
                     stack.push(token);
                     at = end;
-                    if at == word.len() {
-                        return true;
-                    }
                     next = self.trie.longest(&word[at..]);
-                    if next != NONE {
-                        continue;
-                    }
-                    return false;
                 }
                 None => {
                     dead[at / 64] |= 1 << (at % 64);
