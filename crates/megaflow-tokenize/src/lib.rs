@@ -21,6 +21,7 @@ mod load;
 mod normalize;
 mod post;
 mod scan;
+mod sentencepiece;
 #[expect(unsafe_code, reason = "vector instructions")]
 mod simd;
 mod spec;

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use crate::sentencepiece::Model;
 use crate::{TokenizeError, Tokenizer, TokenizerSpec};
 
 /// A loaded tokenizer and the files that it was read from.
@@ -36,6 +37,10 @@ impl TokenizerFiles {
                 Some(merges) => Self::from_vocab_and_merges(path, &merges),
                 None => Err(not_a_tokenizer(path, "is a vocabulary; name its merges with --merge-file")),
             },
+            Content::SentencePiece => {
+                let tokenizer = Tokenizer::from_sentencepiece(&bytes).map_err(|e| at(path, &e))?;
+                Ok(Self { tokenizer, files: vec![path.to_owned()] })
+            }
             Content::Other => Err(not_a_tokenizer(
                 path,
                 "expected a tokenizer.json (a JSON object with \"model\") or a vocabulary (a JSON object of ids)",
@@ -74,6 +79,7 @@ impl TokenizerFiles {
 enum Content {
     TokenizerJson,
     Vocabulary,
+    SentencePiece,
     Other,
 }
 
@@ -83,6 +89,9 @@ fn content_of(bytes: &[u8]) -> Content {
         model: Option<serde::de::IgnoredAny>,
     }
     if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
+        if Model::is_likely(bytes) {
+            return Content::SentencePiece;
+        }
         return Content::Other; // serde would take a list for the fields of a structure
     }
     match serde_json::from_slice::<Probe>(bytes) {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::bpe::ByteLevel;
 use crate::fallback::Fallback;
+use crate::sentencepiece::SentencePiece;
 use crate::special::SpecialFinder;
 use crate::{SpecialTokensInText, TokenizeError, TokenizerSpec};
 
@@ -15,6 +16,10 @@ pub enum EngineKind {
     ByteLevelBpe,
     /// Byte-level BPE whose split rule is left to the `tokenizers` crate.
     ByteLevelBpeRegex,
+    /// SentencePiece BPE.
+    SentencePieceBpe,
+    /// SentencePiece unigram, from a `.model`.
+    SentencePieceUnigram,
     /// The `tokenizers` crate.
     HuggingFace,
 }
@@ -25,6 +30,8 @@ impl EngineKind {
         match self {
             Self::ByteLevelBpe => "megaflow-byte-level-bpe",
             Self::ByteLevelBpeRegex => "megaflow-byte-level-bpe-regex",
+            Self::SentencePieceBpe => "megaflow-sentencepiece-bpe",
+            Self::SentencePieceUnigram => "megaflow-sentencepiece-unigram",
             Self::HuggingFace => "huggingface-tokenizers",
         }
     }
@@ -116,10 +123,30 @@ impl Tokenizer {
     /// As above, with the end-of-document token that a file beside it declares (`eos_token` of `tokenizer_config.json`).
     pub(crate) fn with_declared_eod(bytes: &[u8], declared_eod: Option<String>) -> Result<Self, TokenizeError> {
         let spec = TokenizerSpec::from_tokenizer_json(bytes)?;
-        let engine: Box<dyn Engine> = match ByteLevel::from_spec(&spec, bytes)? {
-            Some(engine) => Box::new(engine),
-            None => Box::new(Fallback::from_tokenizer_json(bytes)?),
+        let engine: Box<dyn Engine> = if let Some(engine) = ByteLevel::from_spec(&spec, bytes)? {
+            Box::new(engine)
+        } else if let Some(engine) = SentencePiece::from_spec(&spec, bytes)? {
+            Box::new(engine)
+        } else {
+            Box::new(Fallback::from_tokenizer_json(bytes)?)
         };
+        Self::with_engine(spec, engine, declared_eod)
+    }
+
+    /// From the bytes of a SentencePiece `.model`.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Invalid`] if the model is damaged or of a kind that is not handled.
+    pub fn from_sentencepiece(bytes: &[u8]) -> Result<Self, TokenizeError> {
+        let (spec, engine) = SentencePiece::from_model(bytes)?;
+        Self::with_engine(spec, Box::new(engine), None)
+    }
+
+    fn with_engine(
+        spec: TokenizerSpec,
+        engine: Box<dyn Engine>,
+        declared_eod: Option<String>,
+    ) -> Result<Self, TokenizeError> {
         let specials = SpecialFinder::new(&spec.special_tokens())?;
         let (fingerprint, vocab_size) = (spec.fingerprint(), spec.vocab_size());
         Ok(Self { inner: Arc::new(Inner { spec, engine, specials, fingerprint, vocab_size, declared_eod }) })

@@ -10,4 +10,8 @@ mod trie;
 mod vocab;
 mod words;
 
+pub(crate) use bytes::ByteAlphabet;
 pub(crate) use engine::ByteLevel;
+pub(crate) use trie::Trie;
+pub(crate) use vocab::{Merge, Tables, Unknown, VocabSource};
+pub(crate) use words::{TokenId, WordEncoder};

@@ -53,6 +53,21 @@ impl Trie {
         }
     }
 
+    /// Calls `each` with the number and the length of each string that begins `text`, shortest first.
+    #[inline]
+    pub(crate) fn each_prefix(&self, text: &[u8], mut each: impl FnMut(u32, usize)) {
+        let mut node = ROOT;
+        for (index, &byte) in text.iter().enumerate() {
+            match self.step(node, byte) {
+                Some(child) => node = child,
+                None => return,
+            }
+            if self.nodes[node] & TERMINAL != 0 {
+                each(self.values[node], index + 1);
+            }
+        }
+    }
+
     /// Number of the longest string that begins `text`, or [`NONE`].
     #[inline]
     pub(crate) fn longest(&self, text: &[u8]) -> u32 {

@@ -6,7 +6,7 @@ use super::vocab::{Scratch, Tables};
 use crate::TokenizeError;
 
 /// A type that ids are written as.
-pub(crate) trait TokenId: Copy + Default {
+pub(crate) trait TokenId: Copy + Default + PartialEq {
     /// Narrows an id; whoever chose the type has checked that the vocabulary fits.
     fn from_id(id: u32) -> Self;
 }
