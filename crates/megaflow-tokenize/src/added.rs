@@ -35,7 +35,6 @@ pub(crate) struct AddedTokens {
     /// Looked for in the normalised text.
     normalized: Option<Finder>,
     all_special: bool,
-    has_blank: bool,
 }
 
 impl AddedTokens {
@@ -61,18 +60,19 @@ impl AddedTokens {
             raw: Finder::new(&raw)?,
             normalized: Finder::new(&normalized)?,
             all_special: tokens.iter().all(|token| token.special),
-            has_blank: tokens.iter().any(|t| t.lstrip || t.rstrip || t.content.contains(char::is_whitespace)),
         }))
+    }
+
+    /// From a description whose ids are as written and whose tokens have no flags.
+    pub(crate) fn with_given_ids(spec: &TokenizerSpec) -> Result<Self, TokenizeError> {
+        let raw: Vec<_> = spec.added_tokens.iter().map(|token| (token.content.clone(), token)).collect();
+        let all_special = spec.added_tokens.iter().all(|token| token.special);
+        Ok(Self { raw: Finder::new(&raw)?, normalized: None, all_special })
     }
 
     /// Whether no token is found when special ones are text.
     pub(crate) fn all_special(&self) -> bool {
         self.all_special
-    }
-
-    /// Whether a token can reach over white space.
-    pub(crate) fn has_blank(&self) -> bool {
-        self.has_blank
     }
 
     /// Calls `each` for the pieces of `text` in order; texts are normalised. `special_as_text`: special tokens are not

@@ -1,8 +1,9 @@
 //! The tokenizer that many threads share, and the encoder that one thread owns.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use crate::bpe::ByteLevel;
+use crate::bpe::{ByteLevel, Ranks, TiktokenConfig, read_ranks};
 use crate::fallback::Fallback;
 use crate::sentencepiece::SentencePiece;
 use crate::special::SpecialFinder;
@@ -140,6 +141,28 @@ impl Tokenizer {
     pub fn from_sentencepiece(bytes: &[u8]) -> Result<Self, TokenizeError> {
         let (spec, engine) = SentencePiece::from_model(bytes)?;
         Self::with_engine(spec, Box::new(engine), None)
+    }
+
+    /// From ranks and the configuration beside them.
+    pub(crate) fn from_ranks(ranks: &Ranks, config: &TiktokenConfig) -> Result<Self, TokenizeError> {
+        let (spec, engine) = ByteLevel::from_ranks(ranks, config)?;
+        Self::with_engine(spec, Box::new(engine), None)
+    }
+
+    /// From tiktoken's three arguments: the text of the ranks (lines of base64 and a number), the split pattern and the
+    /// special tokens.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Invalid`] if the ranks are damaged or the pattern is not a known one.
+    pub fn from_tiktoken(
+        ranks: &[u8],
+        pat_str: &str,
+        special_tokens: &HashMap<String, u32>,
+    ) -> Result<Self, TokenizeError> {
+        let ranks = read_ranks(ranks)
+            .ok_or_else(|| TokenizeError::invalid("expected lines of a token in base64 and its rank"))?;
+        let config = TiktokenConfig { pat_str: pat_str.to_owned(), special_tokens: special_tokens.clone() };
+        Self::from_ranks(&ranks, &config)
     }
 
     fn with_engine(

@@ -35,6 +35,7 @@ fn golden_ids_of_byte_level_bpe() {
         golden(&data, name, "tokenizer.json", SpecialTokensInText::Encode, EngineKind::ByteLevelBpe);
     }
     golden(&data, "bbpe-32k-gpt2split", "tokenizer.legacy-merges.json", SpecialTokensInText::Encode, EngineKind::ByteLevelBpe);
+    golden(&data, "bbpe-100k-llama3split", "ranks.tiktoken", SpecialTokensInText::Encode, EngineKind::ByteLevelBpe);
     golden(&data, "gpt2", "vocab.json", SpecialTokensInText::Encode, EngineKind::ByteLevelBpe);
 }
 
@@ -132,6 +133,22 @@ fn byte_level(data: &Path, name: &str) -> Pair {
     Pair::new(&fs::read(data.join(format!("tokenizers/{name}/tokenizer.json"))).unwrap())
 }
 
+#[test]
+fn ranks_equal_the_tokenizer_json_made_from_them() {
+    let Some(data) = shared() else { return };
+    let folder = data.join("tokenizers/bbpe-100k-llama3split");
+    let ranks = TokenizerFiles::from_path(&folder.join("ranks.tiktoken")).unwrap().tokenizer;
+    let json = TokenizerFiles::from_path(&folder.join("tokenizer.json")).unwrap().tokenizer;
+    let (mut ranks, mut json) =
+        (ranks.encoder(EncodeOptions::default()).unwrap(), json.encoder(EncodeOptions::default()).unwrap());
+    for text in ["prose", "code", "multilingual"].iter().flat_map(|name| corpus(name, 10)) {
+        let (mut first, mut second) = (Vec::new(), Vec::new());
+        ranks.encode(&text, &mut first).unwrap();
+        json.encode(&text, &mut second).unwrap();
+        assert!(first == second, "{text:?}");
+    }
+}
+
 /// Byte-level variants that no file of the test data has.
 fn byte_level_variants(data: &Path) -> Vec<Pair> {
     let text = fs::read(data.join("tokenizers/bbpe-100k-llama3split/tokenizer.json")).unwrap();
@@ -147,7 +164,8 @@ fn byte_level_variants(data: &Path) -> Vec<Pair> {
         vary(&|spec| spec["model"]["ignore_merges"] = json!(false)),
         // A pattern that no scanner knows.
         vary(&|spec| spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = json!(r"\p{L}+|\s+|\p{N}{2}")),
-        vary(&|spec| spec["pre_tokenizer"] = json!({"type": "ByteLevel", "add_prefix_space": true, "use_regex": true})),
+        vary(&|spec| spec["pre_tokenizer"] = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true,
+            "use_regex": true})),
         // Added tokens that swallow white space, that are ordinary, that are normalised.
         vary(&|spec| {
             spec["normalizer"] = json!({"type": "NFC"});

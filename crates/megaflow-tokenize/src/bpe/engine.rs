@@ -1,6 +1,6 @@
 //! Byte-level BPE: which `tokenizer.json` it serves, and the engine.
 
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use serde_json::Value;
 use tokenizers::pre_tokenizers::PreTokenizerWrapper;
@@ -16,7 +16,6 @@ use crate::post::Surround;
 use crate::scan::{Dialect, Rule, Scanner};
 use crate::spec::{TokenizerSpec, VocabSpec};
 use crate::{EncodeOptions, Engine, EngineEncoder, EngineKind, SpecialTokensInText, TokenizeError};
-use std::sync::Arc;
 
 /// How text is cut into words.
 enum Split {
@@ -66,6 +65,23 @@ impl ByteLevel {
             max_id: spec.vocab_size().saturating_sub(1) as u32,
         };
         Ok(Some(Self { shared: Arc::new(shared) }))
+    }
+}
+
+impl ByteLevel {
+    /// An engine of given parts, without normaliser and post-processor.
+    pub(super) fn from_parts(source: &VocabSource, rule: Rule, spec: &TokenizerSpec) -> Result<Self, TokenizeError> {
+        let shared = Shared {
+            tables: Tables::build(source)?,
+            split: Split::Scan(rule),
+            added: AddedTokens::with_given_ids(spec)?,
+            normalizer: Normalizer::None,
+            surround: Surround::default(),
+            texts: texts(spec),
+            decoder: None,
+            max_id: spec.vocab_size().saturating_sub(1) as u32,
+        };
+        Ok(Self { shared: Arc::new(shared) })
     }
 }
 

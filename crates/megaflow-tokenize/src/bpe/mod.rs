@@ -6,12 +6,13 @@ mod engine;
 mod heap;
 mod long;
 mod pairs;
+mod tiktoken;
 mod trie;
 mod vocab;
 mod words;
 
-pub(crate) use bytes::ByteAlphabet;
 pub(crate) use engine::ByteLevel;
+pub(crate) use tiktoken::{Ranks, TiktokenConfig, read_ranks, read_tekken};
 pub(crate) use trie::Trie;
 pub(crate) use vocab::{Merge, Tables, Unknown, VocabSource};
 pub(crate) use words::{TokenId, WordEncoder};
