@@ -2,15 +2,39 @@
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
+use std::hash::{BuildHasherDefault, Hasher};
 
 use super::trie::{NONE, Trie};
 use super::vocab::VocabSource;
 
 /// All merges of a vocabulary, by id.
 pub(crate) struct HeapMerges {
-    merges: HashMap<(u32, u32), (u32, u32)>,
+    merges: HashMap<u64, (u32, u32), BuildHasherDefault<PairHasher>>,
     is_symbol: Vec<bool>,
     len_of: Vec<u32>,
+}
+
+/// A hasher of two ids packed into one number.
+#[derive(Default)]
+struct PairHasher(u64);
+
+impl Hasher for PairHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&byte| self.write_u64(self.0 << 8 | u64::from(byte)));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        let product = u128::from(number ^ 0x2D35_8DCC_AA6C_78A5) * u128::from(0x8BB8_4B93_962E_ACC9u64);
+        self.0 = product as u64 ^ (product >> 64) as u64;
+    }
+}
+
+fn pair_key(left: u32, right: u32) -> u64 {
+    u64::from(left) << 32 | u64::from(right)
 }
 
 /// Memory that encoding reuses.
@@ -34,7 +58,7 @@ impl HeapMerges {
         let (mut is_symbol, mut len_of) = (vec![false; count], vec![0; count]);
         source.symbols.iter().for_each(|&id| is_symbol[id as usize] = true);
         source.tokens.iter().for_each(|(text, id)| len_of[*id as usize] = text.len() as u32);
-        let merges = source.merges.iter().map(|m| ((m.left, m.right), (m.rank, m.product))).collect();
+        let merges = source.merges.iter().map(|m| (pair_key(m.left, m.right), (m.rank, m.product))).collect();
         Self { merges, is_symbol, len_of }
     }
 
@@ -82,7 +106,7 @@ impl HeapMerges {
             let right = symbols[left as usize].next;
             if right < count {
                 let pair = (symbols[left as usize].id, symbols[right as usize].id);
-                if let Some(&(rank, _)) = self.merges.get(&pair) {
+                if let Some(&(rank, _)) = self.merges.get(&pair_key(pair.0, pair.1)) {
                     heap.push(Reverse((rank, left, pair.0, pair.1)));
                 }
             }
@@ -95,7 +119,7 @@ impl HeapMerges {
             if symbols[left as usize].id != left_id || right >= count || symbols[right as usize].id != right_id {
                 continue; // the pair has changed since
             }
-            let Some(&(_, product)) = self.merges.get(&(left_id, right_id)) else { continue };
+            let Some(&(_, product)) = self.merges.get(&pair_key(left_id, right_id)) else { continue };
             let after = symbols[right as usize].next;
             symbols[left as usize].id = product;
             symbols[left as usize].next = after;

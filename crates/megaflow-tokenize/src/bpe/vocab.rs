@@ -154,20 +154,47 @@ impl Tables {
                 tables.info[right as usize].leaders |= class_bit(left);
             }
         }
-        let made = |id: u32| age_of[id as usize] != NONE;
-        // A merge whose halves were made later than its rank can only happen if its product has no other history.
-        let late = |merge: &Merge| made(merge.left) && made(merge.right) && !made(merge.product);
+        tables.link_prefixes(&text_of)?;
         // Of a pair that is listed twice the later rank counts.
-        if repeated || too_early.iter().any(late) {
+        if repeated || tables.has_late_token(source, &too_early, &age_of, &text_of) {
             tables.heap = Some(HeapMerges::new(source));
         }
+        let made = |id: u32| age_of[id as usize] != NONE;
         if source.whole_words_first {
             let kept = |id: u32| tables.heap.is_none() && made(id);
             let unmade = source.tokens.iter().filter(|&&(_, id)| !kept(id));
             tables.unmade = unmade.map(|(text, id)| (text.clone(), *id)).collect();
         }
-        tables.link_prefixes(&text_of)?;
         Ok(tables)
+    }
+
+    /// Whether a token appears by a merge whose halves are younger than its rank.
+    ///
+    /// Only a token without another history can (see above). Whether it does is tried out on its own text: if none of
+    /// them appears there, none appears anywhere, and the order of ages is the order of merges.
+    fn has_late_token(&self, source: &VocabSource, too_early: &[Merge], age_of: &[u32], text_of: &[&[u8]]) -> bool {
+        let mut late = std::collections::HashSet::new();
+        loop {
+            let before = late.len();
+            for merge in too_early {
+                let exists = |id: u32| age_of[id as usize] != NONE || late.contains(&id);
+                if age_of[merge.product as usize] == NONE && exists(merge.left) && exists(merge.right) {
+                    late.insert(merge.product);
+                }
+            }
+            if late.len() == before {
+                break;
+            }
+        }
+        if late.is_empty() {
+            return false;
+        }
+        let (heap, mut scratch, mut ids) = (HeapMerges::new(source), Default::default(), Vec::new());
+        late.iter().any(|&id| {
+            ids.clear();
+            let whole = heap.encode_word(text_of[id as usize], &self.trie, &self.ids, &mut scratch, &mut ids, |_, _| 0);
+            !whole || ids == [id]
+        })
     }
 
     /// Builds the trie of all made tokens, and for each the longest token that begins it.
