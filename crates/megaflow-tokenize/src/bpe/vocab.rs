@@ -13,9 +13,12 @@
 //! If, beyond that, each merge has a higher rank than those that made its halves (true of everything that BPE training
 //! writes), the merges happen in order of rank, and whether two tokens are good neighbours is found by undoing the
 //! youngest merge along their border until nothing is left ([`Tables::are_neighbours`]). Tokens are numbered by age here,
-//! so that "younger" is a comparison of numbers. A vocabulary without that property is encoded with a heap of pairs.
+//! so that "younger" is a comparison of numbers. Some vocabularies break that property with a few tokens (Llama 3 has 107,
+//! whose halves came later): words that spell one of these are encoded with a heap of pairs, all others are not affected.
 
 use std::collections::HashMap;
+
+use aho_corasick::AhoCorasick;
 
 use super::heap::HeapMerges;
 use super::pairs::{MAX_TOKENS, PairTable};
@@ -84,12 +87,28 @@ pub(crate) struct Tables {
     ids: Vec<u32>,
     pairs: PairTable,
     trie: Trie,
-    /// Used instead of the above if merges are not in order of age.
-    heap: Option<HeapMerges>,
+    /// Used for words in which merges may not be in order of age.
+    late: Option<Late>,
     /// Entries that no merges make, for `whole_words_first`.
     unmade: HashMap<Vec<u8>, u32>,
     unknown: Unknown,
 }
+
+/// Tokens whose halves are younger than their rank, and what encodes words that spell one.
+struct Late {
+    heap: HeapMerges,
+    /// `None`: all words are such.
+    texts: Option<AhoCorasick>,
+}
+
+impl Late {
+    fn concerns(&self, word: &[u8]) -> bool {
+        self.texts.as_ref().is_none_or(|texts| texts.is_match(word))
+    }
+}
+
+/// Most late tokens that are searched for.
+const MAX_LATE: usize = 4096;
 
 /// Memory that encoding reuses.
 #[derive(Default)]
@@ -125,7 +144,7 @@ impl Tables {
             ids: Vec::with_capacity(source.tokens.len()),
             pairs: PairTable::with_capacity(source.tokens.len()),
             trie: Trie::build(&[]).ok_or_else(|| TokenizeError::invalid("empty trie"))?,
-            heap: None,
+            late: None,
             unmade: HashMap::new(),
             unknown: source.unknown.clone(),
         };
@@ -155,24 +174,31 @@ impl Tables {
             }
         }
         tables.link_prefixes(&text_of)?;
-        // Of a pair that is listed twice the later rank counts.
-        if repeated || tables.has_late_token(source, &too_early, &age_of, &text_of) {
-            tables.heap = Some(HeapMerges::new(source));
-        }
-        let made = |id: u32| age_of[id as usize] != NONE;
+        tables.late = if repeated {
+            // Of a pair that is listed twice the later rank counts.
+            Some(Late { heap: HeapMerges::new(source), texts: None })
+        } else {
+            tables.find_late(source, &too_early, &age_of, &text_of)?
+        };
         if source.whole_words_first {
-            let kept = |id: u32| tables.heap.is_none() && made(id);
-            let unmade = source.tokens.iter().filter(|&&(_, id)| !kept(id));
+            let is_late = |text: &[u8]| tables.late.as_ref().is_some_and(|late| late.concerns(text));
+            let unmade = source.tokens.iter().filter(|(text, id)| age_of[*id as usize] == NONE || is_late(text));
             tables.unmade = unmade.map(|(text, id)| (text.clone(), *id)).collect();
         }
         Ok(tables)
     }
 
-    /// Whether a token appears by a merge whose halves are younger than its rank.
+    /// The tokens that appear by a merge whose halves are younger than its rank.
     ///
-    /// Only a token without another history can (see above). Whether it does is tried out on its own text: if none of
-    /// them appears there, none appears anywhere, and the order of ages is the order of merges.
-    fn has_late_token(&self, source: &VocabSource, too_early: &[Merge], age_of: &[u32], text_of: &[&[u8]]) -> bool {
+    /// Only a token without another history can (see above). Whether it does is tried out on its own text: if it does not
+    /// appear there, it appears nowhere. A word that spells none of them is encoded as if their merges did not exist.
+    fn find_late(
+        &self,
+        source: &VocabSource,
+        too_early: &[Merge],
+        age_of: &[u32],
+        text_of: &[&[u8]],
+    ) -> Result<Option<Late>, TokenizeError> {
         let mut late = std::collections::HashSet::new();
         loop {
             let before = late.len();
@@ -187,14 +213,24 @@ impl Tables {
             }
         }
         if late.is_empty() {
-            return false;
+            return Ok(None);
         }
         let (heap, mut scratch, mut ids) = (HeapMerges::new(source), Default::default(), Vec::new());
-        late.iter().any(|&id| {
+        let appears = |id: &u32| {
             ids.clear();
-            let whole = heap.encode_word(text_of[id as usize], &self.trie, &self.ids, &mut scratch, &mut ids, |_, _| 0);
-            !whole || ids == [id]
-        })
+            let text = text_of[*id as usize];
+            !heap.encode_word(text, &self.trie, &self.ids, &mut scratch, &mut ids, |_, _| 0) || ids == [*id]
+        };
+        let texts: Vec<&[u8]> = late.into_iter().filter(appears).map(|id| text_of[id as usize]).collect();
+        match texts.len() {
+            0 => Ok(None),
+            1..=MAX_LATE => {
+                let texts = AhoCorasick::new(texts);
+                let texts = texts.map_err(|error| TokenizeError::invalid(format!("late tokens: {error}")))?;
+                Ok(Some(Late { heap, texts: Some(texts) }))
+            }
+            _ => Ok(Some(Late { heap, texts: None })),
+        }
     }
 
     /// Builds the trie of all made tokens, and for each the longest token that begins it.
@@ -253,8 +289,8 @@ impl Tables {
     /// Calls `each` with the text of each token that can appear. `text_of` as given to [`Self::build`].
     pub(crate) fn each_made<'a>(&self, source: &'a VocabSource, mut each: impl FnMut(&'a [u8])) {
         let made: std::collections::HashSet<u32> = self.ids.iter().copied().collect();
-        // In a vocabulary without order of age any entry might appear.
-        source.tokens.iter().filter(|(_, id)| self.heap.is_some() || made.contains(id)).for_each(|(text, _)| each(text));
+        // With late tokens any entry might appear.
+        source.tokens.iter().filter(|(_, id)| self.late.is_some() || made.contains(id)).for_each(|(text, _)| each(text));
     }
 
     /// Appends the ids of a word. `false` if it holds bytes that no token begins with and that the vocabulary has no ids
@@ -266,8 +302,8 @@ impl Tables {
                 return true;
             }
         }
-        if let Some(heap) = &self.heap {
-            return heap.encode_word(word, &self.trie, &self.ids, &mut scratch.heap, out, |word, out| {
+        if let Some(late) = self.late.as_ref().filter(|late| late.concerns(word)) {
+            return late.heap.encode_word(word, &self.trie, &self.ids, &mut scratch.heap, out, |word, out| {
                 self.push_unknown(word, out)
             });
         }

@@ -119,5 +119,5 @@ fn long_runs_take_linear_time() {
 fn listing_every_way_to_make_a_token_does_not_slow_it_down() {
     // "bcc" is made of "b" and "cc" at once, but could be listed as ("bc", "c") with "bc" younger.
     let source = by_product(vocabulary(&[(2, 2), (1, 3), (1, 2), (0, 5)], false));
-    assert!(Tables::build(&source).unwrap().heap.is_none());
+    assert!(Tables::build(&source).unwrap().late.is_none());
 }

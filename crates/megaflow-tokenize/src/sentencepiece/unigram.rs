@@ -1,7 +1,7 @@
 //! SentencePiece's unigram model: the likeliest row of pieces, by dynamic programming over the whole text.
 //!
-//! Follows `unigram::Model::EncodeOptimized` in all that decides ids: scores are added as 32-bit floats from the start of
-//! the text, and of equal rows the one that was found first wins. (Words are therefore not cached: a sum that begins in
+//! Follows `unigram::Model::EncodeOptimized` in all that decides ids: scores are added up in 32-bit floats from the start
+//! of the text, and of equal rows the one that was found first wins. (Words are therefore not cached: a sum that begins in
 //! another place rounds in another way.)
 
 use super::proto::{Model, PieceKind};
