@@ -56,7 +56,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     let tokenizer = TokenizerFiles::from_path(Path::new(&path))?.tokenizer;
     let load = (start.elapsed().as_secs_f64(), cpu_seconds() - cpu);
     let bytes: usize = documents.iter().map(String::len).sum();
-    println!("{} {} documents {bytes} bytes; load {:.3} s wall {:.3} s CPU", tokenizer.engine_kind().name(), documents.len(), load.0, load.1);
+    println!(
+        "{} {} documents {bytes} bytes; load {:.3} s wall {:.3} s CPU",
+        tokenizer.engine_kind().name(),
+        documents.len(),
+        load.0,
+        load.1
+    );
     if let Some(path) = ids_path {
         let mut encoder = tokenizer.encoder(EncodeOptions::default())?;
         let mut file = std::io::BufWriter::new(std::fs::File::create(path)?);

@@ -85,9 +85,7 @@ impl AddedTokens {
         each: &mut dyn FnMut(Piece<'_>) -> Result<(), TokenizeError>,
     ) -> Result<(), TokenizeError> {
         split(self.raw.as_ref(), text, special_as_text, &mut |piece| match piece {
-            Piece::Text(text) => {
-                split(self.normalized.as_ref(), &normalizer.apply(text), special_as_text, each)
-            }
+            Piece::Text(text) => split(self.normalized.as_ref(), &normalizer.apply(text), special_as_text, each),
             token => each(token),
         })
     }

@@ -79,7 +79,9 @@ mod tests {
 
     #[test]
     fn quick_way_and_full_way_agree() {
-        for text in ["e\u{301}", "\u{E9}", "\u{30AB}\u{3099}", "\u{1100}\u{1161}", "a\u{323}\u{307}", "\u{212B}", "\u{FB01}"] {
+        for text in
+            ["e\u{301}", "\u{E9}", "\u{30AB}\u{3099}", "\u{1100}\u{1161}", "a\u{323}\u{307}", "\u{212B}", "\u{FB01}"]
+        {
             assert_eq!(Normalizer::Nfc.apply(text), text.nfc().map(|c| c.0).collect::<String>());
             assert_eq!(Normalizer::Nfkc.apply(text), text.nfkc().map(|c| c.0).collect::<String>());
             assert_eq!(Normalizer::None.apply(text), text);

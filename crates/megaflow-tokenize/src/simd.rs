@@ -15,6 +15,12 @@ pub(crate) struct Masks {
     pub(crate) blank: u64,
     /// `'`
     pub(crate) apostrophe: u64,
+    /// `/`
+    pub(crate) slash: u64,
+    /// Bytes of capitals (`\p{Lu}` and `\p{Lt}`).
+    pub(crate) upper: u64,
+    /// Bytes of letters that are neither capital nor small; never ASCII.
+    pub(crate) caseless: u64,
     /// Bytes that continue a character (0x80 to 0xBF).
     pub(crate) continuation: u64,
     /// Bytes of no ASCII character.
@@ -98,6 +104,8 @@ fn classify_portable(block: &[u8; 64]) -> Masks {
         masks.apostrophe |= put(APOSTROPHE, shift);
         masks.high |= put(HIGH, shift);
         masks.continuation |= put(CONTINUATION, shift);
+        masks.slash |= u64::from(byte == b'/') << shift;
+        masks.upper |= u64::from(byte.is_ascii_uppercase()) << shift;
     }
     masks
 }
@@ -224,6 +232,9 @@ mod avx2 {
                     newline: both!(low, high, either, b'\n', b'\r'),
                     blank,
                     apostrophe: both!(low, high, equal, b'\''),
+                    slash: both!(low, high, equal, b'/'),
+                    upper: both!(low, high, within, b'A', 26),
+                    caseless: 0,
                     continuation: if high_bytes == 0 { 0 } else { both!(low, high, within, 0x80u8, 0x40) },
                     high: high_bytes,
                     valid: u64::MAX,

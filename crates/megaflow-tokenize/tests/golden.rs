@@ -34,7 +34,13 @@ fn golden_ids_of_byte_level_bpe() {
     for name in BYTE_LEVEL {
         golden(&data, name, "tokenizer.json", SpecialTokensInText::Encode, EngineKind::ByteLevelBpe);
     }
-    golden(&data, "bbpe-32k-gpt2split", "tokenizer.legacy-merges.json", SpecialTokensInText::Encode, EngineKind::ByteLevelBpe);
+    golden(
+        &data,
+        "bbpe-32k-gpt2split",
+        "tokenizer.legacy-merges.json",
+        SpecialTokensInText::Encode,
+        EngineKind::ByteLevelBpe,
+    );
     golden(&data, "bbpe-100k-llama3split", "ranks.tiktoken", SpecialTokensInText::Encode, EngineKind::ByteLevelBpe);
     golden(&data, "gpt2", "vocab.json", SpecialTokensInText::Encode, EngineKind::ByteLevelBpe);
 }
@@ -42,7 +48,8 @@ fn golden_ids_of_byte_level_bpe() {
 #[test]
 fn golden_ids_of_sentencepiece() {
     let Some(data) = shared() else { return };
-    let (text, bpe, unigram) = (SpecialTokensInText::Text, EngineKind::SentencePieceBpe, EngineKind::SentencePieceUnigram);
+    let (text, bpe, unigram) =
+        (SpecialTokensInText::Text, EngineKind::SentencePieceBpe, EngineKind::SentencePieceUnigram);
     golden(&data, "spm-bpe-16k-bytefallback", "spm.model", text, bpe);
     golden(&data, "spm-unigram-16k", "spm.model", text, unigram);
 }
@@ -100,8 +107,10 @@ fn llama_json(vocab: &str, normalizer: &Value, pre_tokenizer: &Value, byte_fallb
     let added: Vec<Value> = ["<unk>", "<s>", "</s>"]
         .iter()
         .filter(|token| ids.contains_key(**token))
-        .map(|token| json!({"id": ids[token], "content": token, "single_word": false, "lstrip": false, "rstrip": false,
-            "normalized": false, "special": true}))
+        .map(|token| {
+            json!({"id": ids[token], "content": token, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true})
+        })
         .collect();
     let spec = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": added,
         "normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "post_processor": null, "decoder": null,
@@ -115,9 +124,7 @@ fn llama_variants(data: &Path) -> Vec<Pair> {
     let vocab = fs::read_to_string(data.join("tokenizers/spm-bpe-16k-bytefallback/spm.vocab")).unwrap();
     let prepend = json!({"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u{2581}"},
         {"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"}]});
-    let metaspace = |scheme: &str, split: bool| {
-        json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": split})
-    };
+    let metaspace = |scheme: &str, split: bool| json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme, "split": split});
     let pairs = vec![
         Pair::new(&llama_json(&vocab, &prepend, &Value::Null, true)),
         Pair::new(&llama_json(&vocab, &prepend, &Value::Null, false)),
@@ -164,8 +171,10 @@ fn byte_level_variants(data: &Path) -> Vec<Pair> {
         vary(&|spec| spec["model"]["ignore_merges"] = json!(false)),
         // A pattern that no scanner knows.
         vary(&|spec| spec["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = json!(r"\p{L}+|\s+|\p{N}{2}")),
-        vary(&|spec| spec["pre_tokenizer"] = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true,
-            "use_regex": true})),
+        vary(&|spec| {
+            spec["pre_tokenizer"] = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true,
+            "use_regex": true})
+        }),
         // Added tokens that swallow white space, that are ordinary, that are normalised.
         vary(&|spec| {
             spec["normalizer"] = json!({"type": "NFC"});
@@ -185,9 +194,8 @@ fn byte_level_variants(data: &Path) -> Vec<Pair> {
 
 fn check_random(pairs: &mut [Pair], cases: u32) {
     let config = ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() };
-    let pieces = prop::collection::vec(0..PIECES.len(), 0..80).prop_map(|picks| {
-        picks.into_iter().map(|pick| PIECES[pick]).collect::<String>()
-    });
+    let pieces = prop::collection::vec(0..PIECES.len(), 0..80)
+        .prop_map(|picks| picks.into_iter().map(|pick| PIECES[pick]).collect::<String>());
     let texts = prop_oneof![pieces, "\\PC{0,100}", "[a-z '\n]{0,100}", "[\0-\u{10FFFF}]{0,60}"];
     let mut runner = proptest::test_runner::TestRunner::new(config);
     let pairs = std::cell::RefCell::new(pairs);
@@ -238,7 +246,8 @@ fn ids_do_not_depend_on_the_cache_nor_on_the_type() {
     let Some(data) = shared() else { return };
     let tokenizer = byte_level(&data, "gpt2").own;
     let small = EncodeOptions { cache_bytes: 1, ..EncodeOptions::default() };
-    let (mut tight, mut roomy) = (tokenizer.encoder(small).unwrap(), tokenizer.encoder(EncodeOptions::default()).unwrap());
+    let (mut tight, mut roomy) =
+        (tokenizer.encoder(small).unwrap(), tokenizer.encoder(EncodeOptions::default()).unwrap());
     for name in ["prose", "multilingual"] {
         for text in corpus(name, 20) {
             let (mut first, mut second, mut narrow) = (Vec::new(), Vec::new(), Vec::new());

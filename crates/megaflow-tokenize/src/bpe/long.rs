@@ -82,7 +82,8 @@ impl LongCache {
             }
             let start = line[way] as u32 as usize;
             let ids = start + word.len();
-            (&self.arena[start..ids] == word).then(|| as_ids(&self.arena[ids..ids + line[way + WAYS] as u32 as usize * 4]))
+            (&self.arena[start..ids] == word)
+                .then(|| as_ids(&self.arena[ids..ids + line[way + WAYS] as u32 as usize * 4]))
         })
     }
 

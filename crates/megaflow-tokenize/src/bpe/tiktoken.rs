@@ -66,7 +66,8 @@ pub(crate) fn read_tekken(bytes: &[u8]) -> Option<(Ranks, TiktokenConfig)> {
     let first = tekken.config.default_num_special_tokens;
     let count = tekken.config.default_vocab_size.checked_sub(first)?;
     let entries = tekken.vocab.into_iter().filter(|entry| entry.rank < count);
-    let ranks = entries.map(|entry| Some((base64(&entry.token_bytes)?, entry.rank + first))).collect::<Option<Ranks>>()?;
+    let ranks =
+        entries.map(|entry| Some((base64(&entry.token_bytes)?, entry.rank + first))).collect::<Option<Ranks>>()?;
     let named = |token: Special| (token.token_str, token.rank);
     let special_tokens = tekken.special_tokens.unwrap_or_else(|| {
         // Files of 2024 leave them to the library, whose names for the first three are fixed.

@@ -190,8 +190,9 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 33) % bound
         };
-        let mut strings: Vec<Vec<u8>> =
-            (0..5000).map(|_| (0..1 + next(7)).map(|_| [0, 1, b'a', b'b', 200, 255][next(6) as usize]).collect()).collect();
+        let mut strings: Vec<Vec<u8>> = (0..5000)
+            .map(|_| (0..1 + next(7)).map(|_| [0, 1, b'a', b'b', 200, 255][next(6) as usize]).collect())
+            .collect();
         strings.extend((0..=255u8).map(|byte| vec![byte]));
         strings.sort();
         strings.dedup();

@@ -235,7 +235,8 @@ impl Tables {
 
     /// Builds the trie of all made tokens, and for each the longest token that begins it.
     fn link_prefixes(&mut self, text_of: &[&[u8]]) -> Result<(), TokenizeError> {
-        let mut entries: Vec<(&[u8], u32)> = (0..).zip(&self.ids).map(|(age, &id)| (text_of[id as usize], age)).collect();
+        let mut entries: Vec<(&[u8], u32)> =
+            (0..).zip(&self.ids).map(|(age, &id)| (text_of[id as usize], age)).collect();
         entries.sort_unstable();
         let mut open: Vec<(&[u8], u32)> = Vec::new();
         for &(text, age) in &entries {
@@ -243,12 +244,16 @@ impl Tables {
                 open.pop();
             }
             if text.is_empty() || open.last().is_some_and(|&(prefix, _)| prefix == text) {
-                return Err(TokenizeError::invalid(format!("two tokens have the same text, one has id {}", self.ids[age as usize])));
+                return Err(TokenizeError::invalid(format!(
+                    "two tokens have the same text, one has id {}",
+                    self.ids[age as usize]
+                )));
             }
             self.info[age as usize].prefix = open.last().map_or(NONE, |&(_, age)| age);
             open.push((text, age));
         }
-        self.trie = Trie::build(&entries).ok_or_else(|| TokenizeError::invalid("the vocabulary has too many tokens"))?;
+        self.trie =
+            Trie::build(&entries).ok_or_else(|| TokenizeError::invalid("the vocabulary has too many tokens"))?;
         Ok(())
     }
 
@@ -290,7 +295,11 @@ impl Tables {
     pub(crate) fn each_made<'a>(&self, source: &'a VocabSource, mut each: impl FnMut(&'a [u8])) {
         let made: std::collections::HashSet<u32> = self.ids.iter().copied().collect();
         // With late tokens any entry might appear.
-        source.tokens.iter().filter(|(_, id)| self.late.is_some() || made.contains(id)).for_each(|(text, _)| each(text));
+        source
+            .tokens
+            .iter()
+            .filter(|(_, id)| self.late.is_some() || made.contains(id))
+            .for_each(|(text, _)| each(text));
     }
 
     /// Appends the ids of a word. `false` if it holds bytes that no token begins with and that the vocabulary has no ids

@@ -86,7 +86,11 @@ fn unknown_characters_become_bytes_or_one_token() {
     ] {
         source.unknown = unknown;
         let mut ids = Vec::new();
-        assert!(Tables::build(&source).unwrap().encode_word("ab\u{E9}xab".as_bytes(), &mut Scratch::default(), &mut ids));
+        assert!(Tables::build(&source).unwrap().encode_word(
+            "ab\u{E9}xab".as_bytes(),
+            &mut Scratch::default(),
+            &mut ids
+        ));
         assert_eq!(ids, expected);
     }
 }

@@ -149,12 +149,7 @@ impl WordEncoder {
     }
 }
 
-fn encode_word(
-    tables: &Tables,
-    word: &[u8],
-    scratch: &mut Scratch,
-    ids: &mut Vec<u32>,
-) -> Result<(), TokenizeError> {
+fn encode_word(tables: &Tables, word: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) -> Result<(), TokenizeError> {
     if tables.encode_word(word, scratch, ids) {
         return Ok(());
     }

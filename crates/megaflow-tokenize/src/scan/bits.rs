@@ -27,14 +27,20 @@ struct Carry {
 
 /// Computes the starts of the words of `text`, whose masks (and one empty block behind) are given.
 ///
-/// `at_end`: the text ends here. Otherwise starts near the end are guesses.
-pub(super) fn find_starts(rule: PlainRule, text: &[u8], masks: &[Masks], starts: &mut Vec<u64>, at_end: bool) {
+/// `at_end`: the text ends here. Otherwise starts near the end are guesses. `false` if the rule looks at case and a word
+/// mixes letters with and without it.
+pub(super) fn find_starts(rule: PlainRule, text: &[u8], masks: &[Masks], starts: &mut Vec<u64>, at_end: bool) -> bool {
     starts.clear();
     starts.reserve(masks.len());
     match (rule.prefix, rule.digits) {
-        (Prefix::Blank, _) => blank_prefix(text, masks, starts),
-        (Prefix::Any, Digits::One) => any_prefix::<true>(rule, text, masks, starts, at_end),
-        (Prefix::Any, _) => any_prefix::<false>(rule, text, masks, starts, at_end),
+        (Prefix::Blank, _) => {
+            blank_prefix(text, masks, starts);
+            true
+        }
+        (Prefix::Any, Digits::One) if rule.is_cased() => any_prefix::<true, true>(rule, text, masks, starts, at_end),
+        (Prefix::Any, Digits::One) => any_prefix::<true, false>(rule, text, masks, starts, at_end),
+        (Prefix::Any, _) if rule.is_cased() => any_prefix::<false, true>(rule, text, masks, starts, at_end),
+        (Prefix::Any, _) => any_prefix::<false, false>(rule, text, masks, starts, at_end),
     }
 }
 
@@ -108,21 +114,33 @@ fn blank_prefix(text: &[u8], masks: &[Masks], starts: &mut Vec<u64>) {
 
 /// `(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`
 /// and its relatives.
-fn any_prefix<const ONE_DIGIT: bool>(
+///
+/// `CASED`: o200k and tekken, where moreover a capital behind a small letter begins a word, endings belong to the word
+/// before them, and slashes are swallowed like newlines.
+fn any_prefix<const ONE_DIGIT: bool, const CASED: bool>(
     rule: PlainRule,
     text: &[u8],
     masks: &[Masks],
     starts: &mut Vec<u64>,
     at_end: bool,
-) {
+) -> bool {
+    let (mut ending_end, mut lower_before, mut cased_before, mut caseless_before) = (usize::MAX, 0, 0, 0);
+    let mut tail_before = 0;
     let mut carry = Carry::default();
     for (block, pair) in masks.windows(2).enumerate() {
         let (here, next) = (&pair[0], &pair[1]);
         let (letter, number, newline) = (here.letter, here.number, here.newline);
-        let other = here.valid & !(letter | number | here.space);
+        let mut other = here.valid & !(letter | number | here.space);
         // `[^\s\p{L}\p{N}]+[\r\n]*`: newlines right behind a symbol. Adding the first of a run of ones clears the run.
         let first_swallowed = newline & (other << 1 | carry.swallowing);
-        let swallowed = newline & !newline.wrapping_add(first_swallowed);
+        let swallowed = if CASED {
+            let swallowed = swallow_slashes(newline | here.slash, first_swallowed | tail_before & here.slash);
+            other &= !swallowed;
+            tail_before = swallowed >> 63;
+            swallowed
+        } else {
+            newline & !newline.wrapping_add(first_swallowed)
+        };
         carry.swallowing = (other | swallowed) >> 63;
         let space = here.space & !swallowed;
         let edge = edges(here.space, here, next) & !newline;
@@ -135,10 +153,22 @@ fn any_prefix<const ONE_DIGIT: bool>(
         let blank = edge & here.blank;
         let behind_blank = blank << 1 | carry.edge_blank;
         // A single symbol before letters belongs to them, unless it has a blank before it.
-        let first_symbol =
-            whole_characters(other & !(other << 1 | carry.other) & !behind_blank, carry.first_symbol, here.continuation);
+        let first_symbol = whole_characters(
+            other & !(other << 1 | carry.other) & !behind_blank,
+            carry.first_symbol,
+            here.continuation,
+        );
         start &= !(letter & (edge_bytes << 1 | carry.edge | first_symbol << 1 | carry.first_symbol));
         start &= !(other & behind_blank);
+        if CASED {
+            let lower = letter & !here.upper & !here.caseless;
+            let cased = lower | here.upper;
+            if here.caseless & (cased << 1 | cased_before) | cased & (here.caseless << 1 | caseless_before) != 0 {
+                return false;
+            }
+            start |= here.upper & !here.continuation & (lower << 1 | lower_before);
+            (lower_before, cased_before, caseless_before) = (lower >> 63, cased >> 63, here.caseless >> 63);
+        }
         if ONE_DIGIT {
             start |= number & !here.continuation;
         } else if number != 0 {
@@ -158,16 +188,28 @@ fn any_prefix<const ONE_DIGIT: bool>(
         start = (start | carry.set) & !carry.clear;
         (carry.set, carry.clear) = (0, 0);
         let mut candidates = here.apostrophe & start & (letter >> 1 | next.letter << 63);
+        if CASED {
+            candidates &= letter << 1 | carry.letter;
+        }
         while candidates != 0 {
             let bit = candidates.trailing_zeros();
             candidates &= candidates - 1;
             let at = block * 64 + bit as usize;
             let len = match rule.contraction {
                 Contraction::Lower => contraction_lower(&text[at + 1..]),
-                Contraction::AnyCase => contraction_any_case(&text[at + 1..]),
+                // A word takes one ending; a second one begins a word of its own.
+                Contraction::Suffix if at == ending_end => 0,
+                Contraction::AnyCase | Contraction::Suffix => contraction_any_case(&text[at + 1..]),
+                Contraction::None => 0,
             };
             if len != 0 {
                 let set = 1u128 << (bit + 1 + len);
+                if CASED {
+                    let clear = ((1u128 << (1 + len)) - 1) << bit;
+                    start &= !(clear as u64);
+                    carry.clear = (clear >> 64) as u64;
+                    ending_end = at + 1 + len as usize;
+                }
                 start |= set as u64;
                 carry.set |= (set >> 64) as u64;
             }
@@ -182,6 +224,21 @@ fn any_prefix<const ONE_DIGIT: bool>(
         carry.edge_blank = blank >> 63;
         carry.first_symbol = first_symbol >> 63;
     }
+    true
+}
+
+/// Newlines and slashes (`tail`) from the first newline behind symbols on; `first` has the newlines that follow symbols.
+#[inline]
+fn swallow_slashes(tail: u64, first: u64) -> u64 {
+    let (mut swallowed, mut left) = (0u64, first);
+    while left != 0 {
+        let bit = left.trailing_zeros();
+        let len = (!(tail >> bit)).trailing_zeros();
+        swallowed |= (if len >= 64 { u64::MAX } else { (1 << len) - 1 }) << bit;
+        left &= left - 1;
+        left &= !swallowed;
+    }
+    swallowed
 }
 
 /// Starts within runs of more than three numbers.

@@ -11,7 +11,7 @@ mod scalar;
 #[cfg(test)]
 mod tests;
 
-use rules::PlainRule;
+use rules::{Contraction, PlainRule, Prefix};
 pub(crate) use rules::{Dialect, Rule};
 
 use crate::simd::{self, Masks};
@@ -34,10 +34,17 @@ impl Scanner {
     /// `text` begins with a word and is not empty.
     pub(crate) fn next_words(&mut self, rule: Rule, text: &[u8]) {
         match rule {
-            Rule::Plain(rule) => self.next_plain(rule, text),
+            Rule::Plain(rule) => {
+                self.next_plain(rule, text);
+            }
             Rule::Cased { contractions, digits } => {
-                self.ends.clear();
-                scalar::cased(contractions, digits, text, &mut self.ends);
+                let contraction = if contractions { Contraction::Suffix } else { Contraction::None };
+                let rule =
+                    PlainRule { contraction, digits, prefix: Prefix::Any, letters: class::LETTER, end_is_one: false };
+                if !self.next_plain(rule, text) {
+                    self.ends.clear();
+                    scalar::cased(contractions, digits, text, &mut self.ends);
+                }
             }
             Rule::DeepSeek => {
                 self.ends.clear();
@@ -46,7 +53,9 @@ impl Scanner {
         }
     }
 
-    fn next_plain(&mut self, rule: PlainRule, text: &[u8]) {
+    /// As above, by bit masks; `false` if the rule looks at case and the text has marks, or mixes letters with and without
+    /// case in one word.
+    fn next_plain(&mut self, rule: PlainRule, text: &[u8]) -> bool {
         let mut window = WINDOW;
         loop {
             let mut len = window.min(text.len());
@@ -54,17 +63,21 @@ impl Scanner {
                 len -= 1;
             }
             let at_end = len == text.len();
-            self.mark(rule, &text[..len]);
-            bits::find_starts(rule, &text[..len], &self.masks, &mut self.starts, at_end);
+            let is_cased = rule.is_cased();
+            if !self.mark(rule, is_cased, &text[..len])
+                || !bits::find_starts(rule, &text[..len], &self.masks, &mut self.starts, at_end)
+            {
+                return false;
+            }
             if self.collect(len, at_end) {
-                return;
+                return true;
             }
             window *= 4; // one word fills the window
         }
     }
 
-    /// Fills the masks of a window.
-    fn mark(&mut self, rule: PlainRule, text: &[u8]) {
+    /// Fills the masks of a window; `false` at a mark if the rule looks at case.
+    fn mark(&mut self, rule: PlainRule, is_cased: bool, text: &[u8]) -> bool {
         simd::classify(text, &mut self.masks);
         let table = ClassTable::get();
         for block in 0..self.masks.len() - 1 {
@@ -84,8 +97,20 @@ impl Scanner {
                 self.masks[block + 1].letter |= next & letter;
                 self.masks[block + 1].number |= next & number;
                 self.masks[block + 1].space |= next & space;
+                if is_cased {
+                    if class & class::MARK != 0 {
+                        return false;
+                    }
+                    let upper = of(class::UPPER);
+                    let caseless = letter & !of(class::UPPER | class::LOWER);
+                    self.masks[block].upper |= here & upper;
+                    self.masks[block].caseless |= here & caseless;
+                    self.masks[block + 1].upper |= next & upper;
+                    self.masks[block + 1].caseless |= next & caseless;
+                }
             }
         }
+        true
     }
 
     /// Turns starts into ends, up to the last one that no later text can change. `false` if there is none.

@@ -7,6 +7,10 @@ use crate::unicode::class;
 pub(crate) enum Contraction {
     /// Lower case only: `'s|'t|'re|'ve|'m|'ll|'d`.
     Lower,
+    /// None.
+    None,
+    /// Any case, behind a word and part of it.
+    Suffix,
     /// Any case: `(?i:'s|'t|'re|'ve|'m|'ll|'d)`, which by Unicode's case folding includes the long s.
     AnyCase,
 }
@@ -57,6 +61,13 @@ pub(crate) struct PlainRule {
     pub(crate) letters: u8,
     /// White space at the end of the text is one word, even with newlines in it (`\s++$`).
     pub(crate) end_is_one: bool,
+}
+
+impl PlainRule {
+    /// Whether words end where small letters end and capitals begin.
+    pub(crate) fn is_cased(self) -> bool {
+        matches!(self.contraction, Contraction::None | Contraction::Suffix)
+    }
 }
 
 /// The pattern of `ByteLevel` with `use_regex`, and what tiktoken calls `gpt2`, `r50k` and `p50k`.
@@ -188,9 +199,9 @@ impl Rule {
     /// All known patterns, for tests, as the reference engine must read them.
     #[cfg(test)]
     pub(super) fn all() -> Vec<(String, Self)> {
-        let own = TIKTOKEN.iter().map(|(pattern, rule)| {
-            (pattern.replace(r"\s++$", r"\s++\z").replace("{1,3}+", "{1,3}"), *rule)
-        });
+        let own = TIKTOKEN
+            .iter()
+            .map(|(pattern, rule)| (pattern.replace(r"\s++$", r"\s++\z").replace("{1,3}+", "{1,3}"), *rule));
         COMMON.iter().map(|&(pattern, rule)| (pattern.to_owned(), rule)).chain(own).collect()
     }
 }

@@ -70,7 +70,9 @@ impl SentencePiece {
         let unknown = if model.byte_fallback {
             let ids: HashMap<&str, u32> = model.pieces.iter().map(|piece| piece.text.as_str()).zip(0..).collect();
             let bytes = byte_ids(|name| ids.get(name).copied());
-            Unknown::Bytes(bytes.ok_or_else(|| TokenizeError::invalid("SentencePiece model: not all byte pieces are there"))?)
+            Unknown::Bytes(
+                bytes.ok_or_else(|| TokenizeError::invalid("SentencePiece model: not all byte pieces are there"))?,
+            )
         } else {
             Unknown::Token { id: unknown_id, fused: true }
         };
@@ -85,9 +87,12 @@ impl SentencePiece {
                 Algorithm::Unigram { model: Box::new(unigram), unknown, unknown_id }
             }
             ModelKind::Bpe => {
-                let own = model.pieces.iter().zip(&texts).zip(0..).filter(|((piece, text), _)| {
-                    piece.kind == PieceKind::UserDefined && !text.is_empty()
-                });
+                let own = model
+                    .pieces
+                    .iter()
+                    .zip(&texts)
+                    .zip(0..)
+                    .filter(|((piece, text), _)| piece.kind == PieceKind::UserDefined && !text.is_empty());
                 user_defined = UserDefined::new(&own.map(|((_, text), id)| (text.clone(), id)).collect::<Vec<_>>())?;
                 let source = model_source(&model, &texts, unknown);
                 let tables = Tables::build(&source)?;
@@ -99,7 +104,8 @@ impl SentencePiece {
         let shared = Shared {
             algorithm,
             normalizer: SpNormalizer::Model(Box::new(ModelNormalizer::new(&model)?)),
-            added: added.ok_or_else(|| TokenizeError::invalid("SentencePiece model: two control pieces are the same"))?,
+            added: added
+                .ok_or_else(|| TokenizeError::invalid("SentencePiece model: two control pieces are the same"))?,
             surround: Surround::default(),
             user_defined,
             fused,
@@ -151,7 +157,15 @@ fn json_source(spec: &TokenizerSpec) -> Option<(VocabSource, Option<u32>)> {
     let VocabSpec::Ids(ids) = &spec.model.vocab else { return None };
     let setting = |name: &str| spec.model.settings.get(name).unwrap_or(&Value::Null);
     let is_off = |value: &Value| matches!(value, Value::Null | Value::Bool(false)) || value == 0.0 || value == "";
-    let known = ["byte_fallback", "unk_token", "fuse_unk", "dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"];
+    let known = [
+        "byte_fallback",
+        "unk_token",
+        "fuse_unk",
+        "dropout",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+        "ignore_merges",
+    ];
     let must_be_off = ["dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"];
     if spec.model_kind() != "BPE"
         || !spec.model.settings.keys().all(|name| known.contains(&name.as_str()))

@@ -87,7 +87,8 @@ impl UserDefined {
         if pieces.is_empty() {
             return Ok(None);
         }
-        let automaton = AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(pieces.iter().map(|(text, _)| text));
+        let automaton =
+            AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(pieces.iter().map(|(text, _)| text));
         let automaton = automaton.map_err(|error| TokenizeError::invalid(format!("user-defined pieces: {error}")))?;
         Ok(Some(Self { automaton, ids: pieces.iter().map(|&(_, id)| id).collect() }))
     }

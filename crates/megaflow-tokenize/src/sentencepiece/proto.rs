@@ -140,7 +140,9 @@ impl Model {
                 (3, Value::Number(1)) => self.kind = ModelKind::Unigram,
                 (3, Value::Number(2)) => self.kind = ModelKind::Bpe,
                 (3, Value::Number(_)) => {
-                    return Err(TokenizeError::invalid("SentencePiece model: of kind WORD or CHAR, which is not handled"));
+                    return Err(TokenizeError::invalid(
+                        "SentencePiece model: of kind WORD or CHAR, which is not handled",
+                    ));
                 }
                 (24, Value::Number(value)) => self.space_is_suffix = value != 0,
                 (35, Value::Number(value)) => self.byte_fallback = value != 0,
@@ -170,7 +172,8 @@ fn read_piece(bytes: &[u8]) -> Result<Piece, TokenizeError> {
         match (field, value) {
             (1, Value::Bytes(text)) => {
                 let text = std::str::from_utf8(text);
-                piece.text = text.map_err(|error| TokenizeError::invalid(format!("SentencePiece model: {error}")))?.to_owned();
+                piece.text =
+                    text.map_err(|error| TokenizeError::invalid(format!("SentencePiece model: {error}")))?.to_owned();
             }
             (2, Value::Float(score)) => piece.score = score,
             (3, Value::Number(kind)) => {

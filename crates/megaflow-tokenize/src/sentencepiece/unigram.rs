@@ -45,7 +45,9 @@ impl Unigram {
             }
         }
         entries.sort_unstable();
-        if entries.windows(2).any(|pair| pair[0].0 == pair[1].0) || entries.first().is_some_and(|(text, _)| text.is_empty()) {
+        if entries.windows(2).any(|pair| pair[0].0 == pair[1].0)
+            || entries.first().is_some_and(|(text, _)| text.is_empty())
+        {
             return Err(TokenizeError::invalid("SentencePiece model: two pieces have the same text, or one has none"));
         }
         let normal = || model.pieces.iter().filter(|piece| piece.kind == PieceKind::Normal).map(|piece| piece.score);
@@ -55,7 +57,8 @@ impl Unigram {
             _ => piece.score,
         };
         Ok(Self {
-            trie: Trie::build(&entries).ok_or_else(|| TokenizeError::invalid("SentencePiece model: too many pieces"))?,
+            trie: Trie::build(&entries)
+                .ok_or_else(|| TokenizeError::invalid("SentencePiece model: too many pieces"))?,
             scores: model.pieces.iter().map(score).collect(),
             unknown_score: lowest - 10.0,
             unknown_id,
@@ -70,7 +73,8 @@ impl Unigram {
         let mut at = 0;
         while at < text.len() {
             let so_far = best[at].score;
-            let char_len = (1 + text[at + 1..].iter().take_while(|&&byte| byte & 0xC0 == 0x80).count()).min(text.len() - at);
+            let char_len =
+                (1 + text[at + 1..].iter().take_while(|&&byte| byte & 0xC0 == 0x80).count()).min(text.len() - at);
             let mut has_single = false;
             let mut offer = |end: usize, id: u32, score: f32| {
                 let place = &mut best[end];
