@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
         "//! Made by `examples/make_class_table.rs`; a test compares it with the regex engine of the `tokenizers` crate.\n\n\
          /// First code point of each run of equal class bits, and the bits.\n",
     );
-    writeln!(out, "#[rustfmt::skip]\npub(super) const RANGES: [(u32, u8); {}] = [", ranges.len())?;
+    writeln!(out, "#[rustfmt::skip]\npub(super) static RANGES: [(u32, u8); {}] = [", ranges.len())?;
     for line in ranges.chunks(8) {
         let cells: Vec<String> = line.iter().map(|(code, class)| format!("({code:#x}, {class})")).collect();
         writeln!(out, "    {},", cells.join(", "))?;

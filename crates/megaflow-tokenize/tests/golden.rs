@@ -1,4 +1,5 @@
 //! Ids of all tokenizers of the test data, and of their corpora against the `tokenizers` crate.
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod common;
 

@@ -110,10 +110,15 @@ impl Late {
 /// Most late tokens that are searched for.
 const MAX_LATE: usize = 4096;
 
+/// Answers that a thread remembers.
+const ANSWERS: usize = 1 << 15;
+
 /// Memory that encoding reuses.
 #[derive(Default)]
 pub(crate) struct Scratch {
     stack: Vec<u32>,
+    /// Answers of [`Tables::are_neighbours`]: `left << 22 | right << 1 | answer`, by a hash of the pair.
+    answers: Vec<u64>,
     dead: Vec<u64>,
     pub(super) heap: super::heap::HeapScratch,
 }
@@ -302,6 +307,22 @@ impl Tables {
             .for_each(|(text, _)| each(text));
     }
 
+    /// [`Self::are_neighbours`], from memory if it was asked before.
+    #[inline]
+    fn fit(&self, left: u32, right: u32, answers: &mut [u64]) -> bool {
+        let key = u64::from(left) << 22 | u64::from(right) << 1;
+        let slot = (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (64 - ANSWERS.trailing_zeros())) as usize;
+        match answers.get_mut(slot) {
+            Some(answer) if *answer & !1 == key => *answer & 1 != 0,
+            Some(answer) => {
+                let fit = self.are_neighbours(left, right);
+                *answer = key | u64::from(fit);
+                fit
+            }
+            None => self.are_neighbours(left, right),
+        }
+    }
+
     /// Appends the ids of a word. `false` if it holds bytes that no token begins with and that the vocabulary has no ids
     /// for.
     pub(crate) fn encode_word(&self, word: &[u8], scratch: &mut Scratch, out: &mut Vec<u32>) -> bool {
@@ -339,7 +360,11 @@ impl Tables {
     /// Finds the one row of tokens in which all neighbours fit, longest tokens first; a place from which there is no way
     /// on is tried once only, which makes the search linear in the word's length.
     fn search(&self, word: &[u8], first: u32, scratch: &mut Scratch, out: &mut Vec<u32>) -> bool {
-        let Scratch { stack, dead, .. } = scratch;
+        let Scratch { stack, dead, answers, .. } = scratch;
+        if answers.is_empty() {
+            // Symbols 0 and 0 are asked for like any others: no slot may seem to hold their answer.
+            answers.resize(ANSWERS, u64::MAX);
+        }
         stack.clear();
         dead.clear();
         dead.resize(word.len() / 64 + 1, 0);
@@ -364,7 +389,7 @@ impl Tables {
                 let info = &self.info[token as usize];
                 let end = at + info.len as usize;
                 let alive = dead[end / 64] >> (end % 64) & 1 == 0;
-                if alive && stack.last().is_none_or(|&last| self.are_neighbours(last, token)) {
+                if alive && stack.last().is_none_or(|&last| self.fit(last, token, answers)) {
                     break Some(end);
                 }
                 if info.prefix == NONE {

@@ -281,7 +281,8 @@ fn newline_is_last(rule: PlainRule, masks: &[Masks], block: usize, bit: u32, at_
     let bit = end.trailing_zeros();
     let is_newline = masks[block].newline >> bit & 1 != 0;
     let is_end = masks[block].valid >> bit & 1 == 0;
-    !is_newline && !(is_end && rule.end_is_one && at_end)
+    let ends_the_text = is_end && at_end;
+    !(is_newline || ends_the_text && rule.end_is_one)
 }
 
 /// Length of the ending that follows an apostrophe, or 0.

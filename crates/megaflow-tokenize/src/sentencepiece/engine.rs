@@ -57,7 +57,7 @@ impl Joints {
 /// How ids become text.
 pub(crate) enum TextOf {
     /// The decoder of the `tokenizer.json`, by the `tokenizers` crate.
-    Json(Vec<u8>, OnceLock<Fallback>),
+    Json(Vec<u8>, OnceLock<Box<Fallback>>),
     /// Bytes of each id; the first blank of a text is dropped if one was put in front.
     Pieces { texts: Vec<Vec<u8>>, drop_first_blank: bool },
 }
@@ -130,7 +130,7 @@ impl Engine for SentencePiece {
         match &self.shared.text_of {
             TextOf::Json(json, fallback) => {
                 if fallback.get().is_none() {
-                    let _ = fallback.set(Fallback::from_tokenizer_json(json)?);
+                    let _ = fallback.set(Box::new(Fallback::from_tokenizer_json(json)?));
                 }
                 fallback.get().map_or_else(|| Ok(String::new()), |fallback| fallback.decode(ids))
             }

@@ -2,7 +2,7 @@
 
 /// First code point of each run of equal class bits, and the bits.
 #[rustfmt::skip]
-pub(super) const RANGES: [(u32, u8); 3535] = [
+pub(super) static RANGES: [(u32, u8); 3535] = [
     (0x0, 0), (0x9, 4), (0xe, 0), (0x20, 4), (0x21, 64), (0x24, 128), (0x25, 64), (0x2b, 128),
     (0x2c, 64), (0x30, 2), (0x3a, 64), (0x3c, 128), (0x3f, 64), (0x41, 17), (0x5b, 64), (0x5e, 128),
     (0x5f, 64), (0x60, 128), (0x61, 33), (0x7b, 64), (0x7c, 128), (0x7d, 64), (0x7e, 128), (0x7f, 0),

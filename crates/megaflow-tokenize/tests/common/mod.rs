@@ -1,5 +1,6 @@
 //! What the tests of this crate share: where the test data is, and texts to try.
 #![allow(dead_code, reason = "each test file uses a part of it")]
+#![allow(clippy::print_stdout, clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::fs;
 use std::path::PathBuf;
@@ -7,7 +8,7 @@ use std::path::PathBuf;
 use megaflow_tokenize::{EncodeOptions, SpecialTokensInText, Tokenizer};
 
 /// The folder that `MEGAFLOW_SHARED` names, or `../shared`; `None` (and a line that says so) if it is not there.
-pub fn shared() -> Option<PathBuf> {
+pub(crate) fn shared() -> Option<PathBuf> {
     let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../../shared");
     let folder = std::env::var_os("MEGAFLOW_SHARED").map_or_else(|| PathBuf::from(beside), PathBuf::from);
     if folder.join("data/tokenizers").is_dir() {
@@ -18,7 +19,7 @@ pub fn shared() -> Option<PathBuf> {
 }
 
 /// Texts of a corpus of the test data, every `step`-th document.
-pub fn corpus(name: &str, step: usize) -> Vec<String> {
+pub(crate) fn corpus(name: &str, step: usize) -> Vec<String> {
     let Some(data) = shared() else { return Vec::new() };
     let file = match name {
         "multilingual" => data.join("corpora/multilingual/multi.jsonl"),
@@ -31,7 +32,7 @@ pub fn corpus(name: &str, step: usize) -> Vec<String> {
 }
 
 /// Ids of a text.
-pub fn encode(tokenizer: &Tokenizer, policy: SpecialTokensInText, text: &str) -> Vec<u32> {
+pub(crate) fn encode(tokenizer: &Tokenizer, policy: SpecialTokensInText, text: &str) -> Vec<u32> {
     let options = EncodeOptions { special_tokens_in_text: policy, ..EncodeOptions::default() };
     let mut ids = Vec::new();
     tokenizer.encoder(options).unwrap().encode(text, &mut ids).unwrap();
@@ -39,7 +40,7 @@ pub fn encode(tokenizer: &Tokenizer, policy: SpecialTokensInText, text: &str) ->
 }
 
 /// Pieces of text in which tokenizers differ.
-pub const PIECES: &[&str] = &[
+pub(crate) const PIECES: &[&str] = &[
     "a",
     "the",
     " the",
