@@ -72,6 +72,9 @@ pub(crate) struct WordCache {
     aligned: usize,
     shift: u32,
     entries: usize,
+    /// Words looked up and words added since the table grew: a table that is not hit does not grow.
+    seen: usize,
+    added: usize,
     max_lines: usize,
     spill: Vec<u32>,
     max_spill: usize,
@@ -87,6 +90,8 @@ impl WordCache {
             aligned: 0,
             shift: 0,
             entries: 0,
+            seen: 0,
+            added: 0,
             max_lines,
             spill: Vec::new(),
             max_spill: (budget / 8 / 4).clamp(1 << 12, u32::MAX as usize / 4),
@@ -107,6 +112,12 @@ impl WordCache {
     #[inline]
     pub(crate) fn place(&self, key: Key) -> usize {
         self.aligned + (key.hash() >> self.shift) as usize * LINE
+    }
+
+    /// Counts words that are looked up.
+    #[inline]
+    pub(crate) fn note_seen(&mut self, words: usize) {
+        self.seen += words;
     }
 
     /// Asks for the line at `place`.
@@ -159,7 +170,9 @@ impl WordCache {
     /// Keeps the ids of a word that is not there. May move all lines.
     pub(crate) fn insert(&mut self, key: Key, ids: &[u32]) {
         let lines = self.words.len() / LINE - 2;
-        if self.entries >= lines / 2 && lines < self.max_lines {
+        self.added += 1;
+        if self.entries >= lines / 2 && lines < self.max_lines && self.seen >= 2 * self.added {
+            (self.seen, self.added) = (0, 0);
             self.grow((lines * 2).min(self.max_lines));
         }
         let payload = if ids.len() <= INLINE {

@@ -110,6 +110,9 @@ impl Late {
 /// Most late tokens that are searched for.
 const MAX_LATE: usize = 4096;
 
+/// Shortest word that is looked at for being a run of one byte.
+const LONG_RUN: usize = 64;
+
 /// Answers that a thread remembers.
 const ANSWERS: usize = 1 << 15;
 
@@ -342,7 +345,56 @@ impl Tables {
             out.push(self.ids[first as usize]);
             return true;
         }
+        if word.len() >= LONG_RUN && self.ids_of_run(word, out) {
+            return true;
+        }
         self.search(word, first, scratch, out)
+    }
+
+    /// Appends the ids of one byte many times; `false` if the word is something else.
+    ///
+    /// The definition of BPE is followed on counted symbols: merges happen in order of age, and all pairs of a run of
+    /// equal symbols merge from left to right before anything else does. That takes logarithmic time.
+    fn ids_of_run(&self, word: &[u8], out: &mut Vec<u32>) -> bool {
+        let symbol = self.trie.longest(&word[..1]);
+        if symbol == NONE || word.iter().any(|&byte| byte != word[0]) {
+            return false;
+        }
+        let mut runs = vec![(symbol, word.len())];
+        loop {
+            let within = runs.iter().enumerate().filter(|(_, (_, count))| *count > 1);
+            let within = within.map(|(place, &(token, _))| (self.pairs.get(token, token), place, true));
+            let across =
+                runs.windows(2).enumerate().map(|(place, pair)| (self.pairs.get(pair[0].0, pair[1].0), place, false));
+            let Some((product, place, is_within)) = within.chain(across).min().filter(|&(product, ..)| product != NONE)
+            else {
+                break;
+            };
+            let mut next: Vec<(u32, usize)> = Vec::with_capacity(runs.len() + 2);
+            let mut push = |token: u32, count: usize| match next.last_mut() {
+                _ if count == 0 => {}
+                Some(last) if last.0 == token => last.1 += count,
+                _ => next.push((token, count)),
+            };
+            let mut skip = 0;
+            for (index, &(token, count)) in runs.iter().enumerate() {
+                if index == place && is_within {
+                    push(product, count / 2);
+                    push(token, count % 2);
+                } else if index == place {
+                    push(token, count - 1);
+                    push(product, 1);
+                    skip = 1;
+                } else {
+                    push(token, count - std::mem::take(&mut skip));
+                }
+            }
+            runs = next;
+        }
+        for (token, count) in runs {
+            out.resize(out.len() + count, self.ids[token as usize]);
+        }
+        true
     }
 
     /// Appends the ids of the unknown character that begins `word`, and returns its length; 0 if it has no ids.

@@ -75,6 +75,22 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn runs_equal_the_definition(picks in prop::collection::vec((0..8usize, 0..8usize), 0..12), len in 64..400usize) {
+        let picks: Vec<_> = picks.into_iter().map(|(left, right)| (left + 3, right + 3)).collect();
+        let mut all = vec![(0, 0)];
+        all.extend(picks.iter().map(|&(left, right)| (if left == 3 { 0 } else { left }, if right == 4 { 0 } else { right })));
+        let source = vocabulary(&all, false);
+        let mut ids = Vec::new();
+        let word = b"a".repeat(len);
+        prop_assert!(Tables::build(&source).unwrap().encode_word(&word, &mut Scratch::default(), &mut ids));
+        prop_assert_eq!(&ids, &by_definition(&source, &word), "{} {:?}", len, source.merges);
+    }
+}
+
 #[test]
 fn unknown_characters_become_bytes_or_one_token() {
     let mut source = vocabulary(&[(0, 1)], false);

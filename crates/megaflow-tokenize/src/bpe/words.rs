@@ -67,6 +67,7 @@ impl WordEncoder {
         let mut len = out.len();
         let mut batch_start = 0usize;
         for batch in ends.chunks(BATCH) {
+            self.cache.note_seen(batch.len());
             let mut start = batch_start;
             for (probe, &end) in probes.iter_mut().zip(batch) {
                 let end = end as usize;
