@@ -35,6 +35,7 @@ pub(crate) struct AddedTokens {
     /// Looked for in the normalised text.
     normalized: Option<Finder>,
     all_special: bool,
+    reaches_over_blanks: bool,
 }
 
 impl AddedTokens {
@@ -60,6 +61,7 @@ impl AddedTokens {
             raw: Finder::new(&raw)?,
             normalized: Finder::new(&normalized)?,
             all_special: tokens.iter().all(|token| token.special),
+            reaches_over_blanks: reaches_over_blanks(tokens),
         }))
     }
 
@@ -67,12 +69,22 @@ impl AddedTokens {
     pub(crate) fn with_given_ids(spec: &TokenizerSpec) -> Result<Self, TokenizeError> {
         let raw: Vec<_> = spec.added_tokens.iter().map(|token| (token.content.clone(), token)).collect();
         let all_special = spec.added_tokens.iter().all(|token| token.special);
-        Ok(Self { raw: Finder::new(&raw)?, normalized: None, all_special })
+        Ok(Self {
+            raw: Finder::new(&raw)?,
+            normalized: None,
+            all_special,
+            reaches_over_blanks: reaches_over_blanks(&spec.added_tokens),
+        })
     }
 
     /// Whether no token is found when special ones are text.
     pub(crate) fn all_special(&self) -> bool {
         self.all_special
+    }
+
+    /// Whether a token may hold or swallow a blank.
+    pub(crate) fn reaches_over_blanks(&self) -> bool {
+        self.reaches_over_blanks
     }
 
     /// Calls `each` for the pieces of `text` in order; texts are normalised. `special_as_text`: special tokens are not
@@ -89,6 +101,10 @@ impl AddedTokens {
             token => each(token),
         })
     }
+}
+
+fn reaches_over_blanks(tokens: &[AddedTokenSpec]) -> bool {
+    tokens.iter().any(|token| token.lstrip || token.rstrip || token.content.contains(char::is_whitespace))
 }
 
 /// Whether the crate would give the added tokens the ids that the file names: those of the model's entries of the same

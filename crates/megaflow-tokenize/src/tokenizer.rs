@@ -61,6 +61,12 @@ pub trait Engine: Send + Sync {
     /// Which one this is.
     fn kind(&self) -> EngineKind;
 
+    /// Whether a text may be cut before a blank between two ASCII letters: the ids of the parts, one after the other, are
+    /// those of the whole.
+    fn cuts_at_blanks(&self) -> bool {
+        false
+    }
+
     /// State for one thread.
     fn encoder(&self, options: EncodeOptions) -> Box<dyn EngineEncoder>;
 
@@ -186,6 +192,18 @@ impl Tokenizer {
             tokenizer: self.clone(),
             special_hits: 0,
         })
+    }
+
+    /// The first place from `near` on where `text` may be cut: the ids of both parts, one after the other, are those of the
+    /// whole (without tokens around each). `None` if there is no such place, or the tokenizer has none.
+    pub fn cut_point(&self, text: &str, near: usize) -> Option<usize> {
+        if !self.inner.engine.cuts_at_blanks() {
+            return None;
+        }
+        let rest = text.as_bytes().get(near..)?;
+        let is_cut =
+            |three: &[u8]| three[0].is_ascii_alphabetic() && three[1] == b' ' && three[2].is_ascii_alphabetic();
+        rest.windows(3).position(is_cut).map(|place| near + place + 1)
     }
 
     /// Number of ids, added tokens included: every id is below it.

@@ -195,6 +195,11 @@ impl Engine for ByteLevel {
         }
     }
 
+    fn cuts_at_blanks(&self) -> bool {
+        // All known rules end a word at such a blank and begin one with it, and look at nothing before their match.
+        matches!(self.shared.split, Split::Scan(_)) && !self.shared.added.reaches_over_blanks()
+    }
+
     fn encoder(&self, options: EncodeOptions) -> Box<dyn EngineEncoder> {
         Box::new(ByteLevelEncoder {
             shared: self.shared.clone(),

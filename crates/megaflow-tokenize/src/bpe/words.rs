@@ -98,23 +98,14 @@ impl WordEncoder {
                 } else {
                     let (word, hash) = (&text[start..end], probe.place as u64);
                     if let Some(ids) = (word.len() <= LONGEST).then(|| self.long.get(word, hash)).flatten() {
-                        let room = out.len() - len;
-                        if ids.len() + (BATCH - index) * INLINE > room {
-                            out.resize(len + ids.len() + (BATCH - index) * INLINE, T::default());
-                        }
-                        for (slot, id) in out[len..len + ids.len()].iter_mut().zip(ids) {
-                            *slot = T::from_id(u32::from_le_bytes(*id));
-                        }
-                        len += ids.len();
+                        let ids = ids.iter().map(|id| u32::from_le_bytes(*id));
+                        len = put(ids, out, len, BATCH - index);
                         start = end;
                         continue;
                     }
                     self.encode_long(tables, word, hash)?;
                 }
-                out.truncate(len);
-                out.extend(self.ids.iter().map(|&id| T::from_id(id)));
-                len = out.len();
-                out.resize(len + (BATCH - index) * INLINE, T::default());
+                len = put(self.ids.iter().copied(), out, len, BATCH - index);
                 start = end;
             }
             batch_start = start;
@@ -148,6 +139,19 @@ impl WordEncoder {
         }
         Ok(())
     }
+}
+
+/// Writes ids at `len` and returns the place behind them; leaves room for as many words as are still to come.
+#[inline]
+fn put<T: TokenId>(ids: impl ExactSizeIterator<Item = u32>, out: &mut Vec<T>, len: usize, words: usize) -> usize {
+    let end = len + ids.len();
+    if end + words * INLINE > out.len() {
+        out.resize(end + words * INLINE, T::default());
+    }
+    for (slot, id) in out[len..end].iter_mut().zip(ids) {
+        *slot = T::from_id(id);
+    }
+    end
 }
 
 fn encode_word(tables: &Tables, word: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) -> Result<(), TokenizeError> {
