@@ -52,4 +52,12 @@ impl EngineEncoder for FallbackEncoder {
         out.extend_from_slice(encoding.get_ids());
         Ok(())
     }
+
+    fn encode_u16(&mut self, text: &str, out: &mut Vec<u16>) -> Result<(), TokenizeError> {
+        let mut ids = Vec::new();
+        self.encode(text, &mut ids)?;
+        crate::tokenizer::check_u16(ids.iter().copied().max().unwrap_or(0))?;
+        out.extend(ids.into_iter().map(|id| id as u16));
+        Ok(())
+    }
 }

@@ -11,14 +11,23 @@
 //! assert_eq!(ids, [0, 1, 0]);
 //! # Ok::<(), megaflow_tokenize::TokenizeError>(())
 //! ```
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
+mod added;
+mod bpe;
 mod error;
 mod fallback;
 mod load;
+mod normalize;
+mod post;
+mod scan;
+mod sentencepiece;
+#[expect(unsafe_code, reason = "vector instructions")]
+mod simd;
 mod spec;
 mod special;
 mod tokenizer;
+mod unicode;
 
 pub use error::TokenizeError;
 pub use load::TokenizerFiles;

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use crate::bpe::{Ranks, TiktokenConfig, read_ranks, read_tekken};
+use crate::sentencepiece::Model;
 use crate::{TokenizeError, Tokenizer, TokenizerSpec};
 
 /// A loaded tokenizer and the files that it was read from.
@@ -16,7 +18,8 @@ pub struct TokenizerFiles {
 }
 
 impl TokenizerFiles {
-    /// Loads a `tokenizer.json`, or a folder that holds one or holds `vocab.json` and `merges.txt`.
+    /// Loads a `tokenizer.json`, a SentencePiece `.model`, tiktoken ranks with their configuration beside them, a
+    /// `tekken.json`, or a folder that holds a `tokenizer.json`, `vocab.json` and `merges.txt`, or `tokenizer.model`.
     ///
     /// # Errors
     /// [`TokenizeError`] naming the file and what was found in it.
@@ -36,9 +39,19 @@ impl TokenizerFiles {
                 Some(merges) => Self::from_vocab_and_merges(path, &merges),
                 None => Err(not_a_tokenizer(path, "is a vocabulary; name its merges with --merge-file")),
             },
+            Content::SentencePiece => {
+                let tokenizer = Tokenizer::from_sentencepiece(&bytes).map_err(|e| at(path, &e))?;
+                Ok(Self { tokenizer, files: vec![path.to_owned()] })
+            }
+            Content::Ranks(ranks) => Self::from_ranks(path, &ranks),
+            Content::Tekken(ranks, config) => {
+                let tokenizer = Tokenizer::from_ranks(&ranks, &config).map_err(|e| at(path, &e))?;
+                Ok(Self { tokenizer, files: vec![path.to_owned()] })
+            }
             Content::Other => Err(not_a_tokenizer(
                 path,
-                "expected a tokenizer.json (a JSON object with \"model\") or a vocabulary (a JSON object of ids)",
+                "expected a tokenizer.json (a JSON object with \"model\"), a vocabulary (a JSON object of ids), a SentencePiece \
+                 model, tiktoken ranks or a tekken.json",
             )),
         }
     }
@@ -57,6 +70,21 @@ impl TokenizerFiles {
         Ok(Self { tokenizer, files: vec![vocab.to_owned(), merges.to_owned()] })
     }
 
+    /// tiktoken's ranks, with a `tiktoken_config.json` beside them.
+    fn from_ranks(path: &Path, ranks: &Ranks) -> Result<Self, TokenizeError> {
+        let Some(config_path) = sibling(path, &["tiktoken_config.json"]) else {
+            return Err(not_a_tokenizer(
+                path,
+                "holds tiktoken ranks; put a tiktoken_config.json with \"pat_str\" and \"special_tokens\" beside it",
+            ));
+        };
+        let config: TiktokenConfig = serde_json::from_slice(&read(&config_path)?).map_err(|error| {
+            not_a_tokenizer(&config_path, &format!("expected \"pat_str\" and \"special_tokens\": {error}"))
+        })?;
+        let tokenizer = Tokenizer::from_ranks(ranks, &config).map_err(|e| at(path, &e))?;
+        Ok(Self { tokenizer, files: vec![path.to_owned(), config_path] })
+    }
+
     fn from_folder(folder: &Path) -> Result<Self, TokenizeError> {
         let file = folder.join("tokenizer.json");
         if file.is_file() {
@@ -66,6 +94,7 @@ impl TokenizerFiles {
         let merges = sibling(&file, &["merges.txt", "vocab.bpe"]);
         match (vocab, merges) {
             (Some(vocab), Some(merges)) => Self::from_vocab_and_merges(&vocab, &merges),
+            _ if folder.join("tokenizer.model").is_file() => Self::from_path(&folder.join("tokenizer.model")),
             _ => Err(not_a_tokenizer(folder, "the folder holds neither tokenizer.json nor vocab.json with merges.txt")),
         }
     }
@@ -74,6 +103,9 @@ impl TokenizerFiles {
 enum Content {
     TokenizerJson,
     Vocabulary,
+    SentencePiece,
+    Ranks(Ranks),
+    Tekken(Ranks, TiktokenConfig),
     Other,
 }
 
@@ -83,12 +115,18 @@ fn content_of(bytes: &[u8]) -> Content {
         model: Option<serde::de::IgnoredAny>,
     }
     if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
+        if Model::is_likely(bytes) {
+            return Content::SentencePiece;
+        }
+        if let Some(ranks) = read_ranks(bytes) {
+            return Content::Ranks(ranks);
+        }
         return Content::Other; // serde would take a list for the fields of a structure
     }
     match serde_json::from_slice::<Probe>(bytes) {
         Ok(Probe { model: Some(_) }) if !is_vocabulary(bytes) => Content::TokenizerJson,
         Ok(_) if is_vocabulary(bytes) => Content::Vocabulary,
-        _ => Content::Other,
+        _ => read_tekken(bytes).map_or(Content::Other, |(ranks, config)| Content::Tekken(ranks, config)),
     }
 }
 

@@ -1,8 +1,11 @@
 //! The tokenizer that many threads share, and the encoder that one thread owns.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
+use crate::bpe::{ByteLevel, Ranks, TiktokenConfig, read_ranks};
 use crate::fallback::Fallback;
+use crate::sentencepiece::SentencePiece;
 use crate::special::SpecialFinder;
 use crate::{SpecialTokensInText, TokenizeError, TokenizerSpec};
 
@@ -10,6 +13,14 @@ use crate::{SpecialTokensInText, TokenizeError, TokenizerSpec};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EngineKind {
+    /// Byte-level BPE with a scanner for its split rule.
+    ByteLevelBpe,
+    /// Byte-level BPE whose split rule is left to the `tokenizers` crate.
+    ByteLevelBpeRegex,
+    /// SentencePiece BPE.
+    SentencePieceBpe,
+    /// SentencePiece unigram, from a `.model`.
+    SentencePieceUnigram,
     /// The `tokenizers` crate.
     HuggingFace,
 }
@@ -18,24 +29,43 @@ impl EngineKind {
     /// Name in reports and in the sidecar.
     pub fn name(self) -> &'static str {
         match self {
+            Self::ByteLevelBpe => "megaflow-byte-level-bpe",
+            Self::ByteLevelBpeRegex => "megaflow-byte-level-bpe-regex",
+            Self::SentencePieceBpe => "megaflow-sentencepiece-bpe",
+            Self::SentencePieceUnigram => "megaflow-sentencepiece-unigram",
             Self::HuggingFace => "huggingface-tokenizers",
         }
     }
 }
 
 /// How a text is encoded.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EncodeOptions {
     /// What to do with text that spells a special token.
     pub special_tokens_in_text: SpecialTokensInText,
     /// Whether the post-processor may add its tokens (often a BOS) to each text, as Megatron's Hugging Face path does.
     pub add_special_tokens: bool,
+    /// Most bytes that the word cache of an encoder may take.
+    pub cache_bytes: usize,
+}
+
+impl Default for EncodeOptions {
+    fn default() -> Self {
+        let special_tokens_in_text = SpecialTokensInText::default();
+        Self { special_tokens_in_text, add_special_tokens: false, cache_bytes: 64 << 20 }
+    }
 }
 
 /// Something that turns text into ids. Shared by threads; each has its own [`EngineEncoder`].
 pub trait Engine: Send + Sync {
     /// Which one this is.
     fn kind(&self) -> EngineKind;
+
+    /// Whether a text may be cut before a blank between two ASCII letters: the ids of the parts, one after the other, are
+    /// those of the whole.
+    fn cuts_at_blanks(&self) -> bool {
+        false
+    }
 
     /// State for one thread.
     fn encoder(&self, options: EncodeOptions) -> Box<dyn EngineEncoder>;
@@ -54,6 +84,19 @@ pub trait EngineEncoder: Send {
     /// # Errors
     /// [`TokenizeError::Encode`] if the text cannot be encoded; `out` then has its old length or more.
     fn encode(&mut self, text: &str, out: &mut Vec<u32>) -> Result<(), TokenizeError>;
+
+    /// Appends the ids of `text` to `out` as `u16`.
+    ///
+    /// # Errors
+    /// As [`Self::encode`], and [`TokenizeError::Invalid`] if the vocabulary has ids that do not fit.
+    fn encode_u16(&mut self, text: &str, out: &mut Vec<u16>) -> Result<(), TokenizeError>;
+}
+
+/// Fails if `max_id` does not fit into a `u16`.
+pub(crate) fn check_u16(max_id: u32) -> Result<(), TokenizeError> {
+    u16::try_from(max_id).map(|_| ()).map_err(|_| {
+        TokenizeError::invalid(format!("ids reach {max_id}, which is more than the {} of a u16", u16::MAX))
+    })
 }
 
 /// A tokenizer: cheap to clone, shared by threads.
@@ -87,7 +130,52 @@ impl Tokenizer {
     /// As above, with the end-of-document token that a file beside it declares (`eos_token` of `tokenizer_config.json`).
     pub(crate) fn with_declared_eod(bytes: &[u8], declared_eod: Option<String>) -> Result<Self, TokenizeError> {
         let spec = TokenizerSpec::from_tokenizer_json(bytes)?;
-        let engine = Box::new(Fallback::from_tokenizer_json(bytes)?);
+        let engine: Box<dyn Engine> = if let Some(engine) = ByteLevel::from_spec(&spec, bytes)? {
+            Box::new(engine)
+        } else if let Some(engine) = SentencePiece::from_spec(&spec, bytes)? {
+            Box::new(engine)
+        } else {
+            Box::new(Fallback::from_tokenizer_json(bytes)?)
+        };
+        Self::with_engine(spec, engine, declared_eod)
+    }
+
+    /// From the bytes of a SentencePiece `.model`.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Invalid`] if the model is damaged or of a kind that is not handled.
+    pub fn from_sentencepiece(bytes: &[u8]) -> Result<Self, TokenizeError> {
+        let (spec, engine) = SentencePiece::from_model(bytes)?;
+        Self::with_engine(spec, Box::new(engine), None)
+    }
+
+    /// From ranks and the configuration beside them.
+    pub(crate) fn from_ranks(ranks: &Ranks, config: &TiktokenConfig) -> Result<Self, TokenizeError> {
+        let (spec, engine) = ByteLevel::from_ranks(ranks, config)?;
+        Self::with_engine(spec, Box::new(engine), None)
+    }
+
+    /// From tiktoken's three arguments: the text of the ranks (lines of base64 and a number), the split pattern and the
+    /// special tokens.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Invalid`] if the ranks are damaged or the pattern is not a known one.
+    pub fn from_tiktoken(
+        ranks: &[u8],
+        pat_str: &str,
+        special_tokens: &HashMap<String, u32>,
+    ) -> Result<Self, TokenizeError> {
+        let ranks = read_ranks(ranks)
+            .ok_or_else(|| TokenizeError::invalid("expected lines of a token in base64 and its rank"))?;
+        let config = TiktokenConfig { pat_str: pat_str.to_owned(), special_tokens: special_tokens.clone() };
+        Self::from_ranks(&ranks, &config)
+    }
+
+    fn with_engine(
+        spec: TokenizerSpec,
+        engine: Box<dyn Engine>,
+        declared_eod: Option<String>,
+    ) -> Result<Self, TokenizeError> {
         let specials = SpecialFinder::new(&spec.special_tokens())?;
         let (fingerprint, vocab_size) = (spec.fingerprint(), spec.vocab_size());
         Ok(Self { inner: Arc::new(Inner { spec, engine, specials, fingerprint, vocab_size, declared_eod }) })
@@ -104,6 +192,18 @@ impl Tokenizer {
             tokenizer: self.clone(),
             special_hits: 0,
         })
+    }
+
+    /// The first place from `near` on where `text` may be cut: the ids of both parts, one after the other, are those of the
+    /// whole (without tokens around each). `None` if there is no such place, or the tokenizer has none.
+    pub fn cut_point(&self, text: &str, near: usize) -> Option<usize> {
+        if !self.inner.engine.cuts_at_blanks() {
+            return None;
+        }
+        let rest = text.as_bytes().get(near..)?;
+        let is_cut =
+            |three: &[u8]| three[0].is_ascii_alphabetic() && three[1] == b' ' && three[2].is_ascii_alphabetic();
+        rest.windows(3).position(is_cut).map(|place| near + place + 1)
     }
 
     /// Number of ids, added tokens included: every id is below it.
@@ -179,13 +279,27 @@ impl Encoder {
     /// # Errors
     /// [`TokenizeError::SpecialInText`] under policy `Error`, [`TokenizeError::Encode`] if the engine refuses the text.
     pub fn encode(&mut self, text: &str, out: &mut Vec<u32>) -> Result<(), TokenizeError> {
+        self.look_for_special(text)?;
+        self.engine.encode(text, out)
+    }
+
+    /// Appends the ids of `text` to `out` as `u16`.
+    ///
+    /// # Errors
+    /// As [`Self::encode`], and [`TokenizeError::Invalid`] if the vocabulary has ids that do not fit.
+    pub fn encode_u16(&mut self, text: &str, out: &mut Vec<u16>) -> Result<(), TokenizeError> {
+        self.look_for_special(text)?;
+        self.engine.encode_u16(text, out)
+    }
+
+    fn look_for_special(&mut self, text: &str) -> Result<(), TokenizeError> {
         match self.policy {
-            SpecialTokensInText::Error => self.tokenizer.inner.specials.refuse(text)?,
+            SpecialTokensInText::Error => self.tokenizer.inner.specials.refuse(text),
             SpecialTokensInText::Text | SpecialTokensInText::Encode => {
                 self.special_hits += self.tokenizer.inner.specials.count(text);
+                Ok(())
             }
         }
-        self.engine.encode(text, out)
     }
 
     /// Places seen so far where text spelled a special token.
@@ -205,7 +319,7 @@ mod tests {
     fn encode(policy: SpecialTokensInText, text: &str) -> Result<(Vec<u32>, u64), TokenizeError> {
         let tokenizer = Tokenizer::from_tokenizer_json(WORDS.as_bytes())?;
         let mut encoder =
-            tokenizer.encoder(EncodeOptions { special_tokens_in_text: policy, add_special_tokens: false })?;
+            tokenizer.encoder(EncodeOptions { special_tokens_in_text: policy, ..EncodeOptions::default() })?;
         let mut ids = Vec::new();
         encoder.encode(text, &mut ids)?;
         Ok((ids, encoder.special_hits()))

@@ -1,0 +1,165 @@
+//! The cache of words of more than 15 bytes: a table of lines with four entries each, which point into an arena.
+
+use crate::simd;
+
+/// Longest word that is kept.
+pub(crate) const LONGEST: usize = 255;
+/// Words of 8 bytes of a line: four of tag and place in the arena, four of lengths.
+const LINE: usize = 8;
+const WAYS: usize = 4;
+const FIRST_LINES: usize = 1 << 10;
+
+/// Hash of a word of at least 16 bytes.
+#[inline]
+pub(crate) fn hash(word: &[u8]) -> u64 {
+    let mix = |a: u64, b: u64| {
+        let product = u128::from(a) * u128::from(b);
+        product as u64 ^ (product >> 64) as u64
+    };
+    let read = |bytes: &[u8]| u64::from_le_bytes(*bytes.first_chunk().expect("8 bytes"));
+    let mut hash = word.len() as u64 ^ 0xA076_1D64_78BD_642F;
+    for pair in word.chunks_exact(16) {
+        hash = mix(read(pair) ^ 0xE703_7ED1_A0B4_28DB, read(&pair[8..]) ^ hash);
+    }
+    let last = &word[word.len() - 16..];
+    mix(read(last) ^ 0x8EBC_6AF0_9C88_C6E3, read(&last[8..]) ^ hash)
+}
+
+/// A cache with a byte budget; forgets everything when its arena is full.
+pub(crate) struct LongCache {
+    words: Vec<u64>,
+    aligned: usize,
+    lines: usize,
+    max_lines: usize,
+    entries: usize,
+    /// For each word its bytes, then its ids.
+    arena: Vec<u8>,
+    max_arena: usize,
+}
+
+impl LongCache {
+    /// An empty cache that will not take more than about `budget` bytes.
+    pub(crate) fn new(budget: usize) -> Self {
+        let mut cache = Self {
+            words: Vec::new(),
+            aligned: 0,
+            lines: 0,
+            max_lines: 1 << (budget / 4 / (LINE * 8)).max(FIRST_LINES).ilog2(),
+            entries: 0,
+            arena: Vec::new(),
+            max_arena: (budget / 2).clamp(1 << 16, u32::MAX as usize),
+        };
+        cache.allocate(FIRST_LINES);
+        cache
+    }
+
+    fn allocate(&mut self, lines: usize) {
+        self.words = vec![0; (lines + 1) * LINE];
+        simd::advise_huge_pages(&self.words);
+        self.aligned = (64 - self.words.as_ptr() as usize % 64) % 64 / 8;
+        (self.lines, self.entries) = (lines, 0);
+    }
+
+    #[inline]
+    fn place(&self, hash: u64) -> usize {
+        self.aligned + (hash as usize & (self.lines - 1)) * LINE
+    }
+
+    /// Asks for the line of a hash.
+    #[inline]
+    pub(crate) fn prefetch(&self, hash: u64) {
+        simd::prefetch(&self.words, self.place(hash));
+    }
+
+    /// Ids of a word, as little-endian bytes.
+    #[inline]
+    pub(crate) fn get(&self, word: &[u8], hash: u64) -> Option<&[[u8; 4]]> {
+        let place = self.place(hash);
+        let line: &[u64; LINE] = self.words[place..place + LINE].first_chunk()?;
+        (0..WAYS).find_map(|way| {
+            if line[way] >> 32 != hash >> 32 || line[way + WAYS] >> 32 != word.len() as u64 {
+                return None;
+            }
+            let start = line[way] as u32 as usize;
+            let ids = start + word.len();
+            (&self.arena[start..ids] == word)
+                .then(|| as_ids(&self.arena[ids..ids + line[way + WAYS] as u32 as usize * 4]))
+        })
+    }
+
+    /// Keeps the ids of a word that is not there.
+    pub(crate) fn insert(&mut self, word: &[u8], hash: u64, ids: &[u32]) {
+        if self.arena.len() + word.len() + ids.len() * 4 > self.max_arena {
+            self.words.fill(0);
+            self.arena.clear();
+            self.entries = 0;
+        }
+        if self.entries >= self.lines && self.lines < self.max_lines {
+            self.grow();
+        }
+        let start = self.arena.len();
+        self.arena.extend_from_slice(word);
+        ids.iter().for_each(|id| self.arena.extend_from_slice(&id.to_le_bytes()));
+        self.put(hash, start, (word.len() as u64) << 32 | ids.len() as u64);
+    }
+
+    fn put(&mut self, hash: u64, start: usize, lengths: u64) {
+        let place = self.place(hash);
+        let line = &mut self.words[place..place + LINE];
+        let empty = (0..WAYS).find(|way| line[way + WAYS] == 0);
+        self.entries += usize::from(empty.is_some());
+        let way = empty.unwrap_or(start % WAYS);
+        line[way] = hash >> 32 << 32 | start as u64;
+        line[way + WAYS] = lengths;
+    }
+
+    /// Doubles twice. The lines do not hold whole hashes, so these are computed again.
+    fn grow(&mut self) {
+        let (old, from) = (std::mem::take(&mut self.words), self.aligned);
+        self.allocate((self.lines * 4).min(self.max_lines));
+        for line in old[from..].chunks_exact(LINE) {
+            for way in 0..WAYS {
+                let (start, lengths) = (line[way] as u32 as usize, line[way + WAYS]);
+                if lengths != 0 {
+                    let hash = hash(&self.arena[start..start + (lengths >> 32) as usize]);
+                    self.put(hash, start, lengths);
+                }
+            }
+        }
+    }
+
+    /// Bytes in use.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> usize {
+        self.words.len() * 8 + self.arena.len()
+    }
+}
+
+/// Views bytes as groups of four.
+fn as_ids(bytes: &[u8]) -> &[[u8; 4]] {
+    simd::as_chunks_of_4(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_budget_holds_and_what_is_found_is_right() {
+        let budget = 4 << 20;
+        let mut cache = LongCache::new(budget);
+        for index in 0..200_000u32 {
+            let word = format!("a long word with a number {index}");
+            let word = word.as_bytes();
+            cache.insert(word, hash(word), &[index; 9]);
+            assert_eq!(cache.get(word, hash(word)), Some([index.to_le_bytes(); 9].as_slice()));
+            assert_eq!(cache.get(&word[1..], hash(&word[1..])), None);
+        }
+        for index in 0..200_000u32 {
+            let word = format!("a long word with a number {index}");
+            let found = cache.get(word.as_bytes(), hash(word.as_bytes()));
+            assert!(found.is_none_or(|ids| *ids == [index.to_le_bytes(); 9]));
+        }
+        assert!(cache.bytes() <= budget, "{}", cache.bytes());
+    }
+}

@@ -1,0 +1,471 @@
+//! The vocabulary of a BPE model, in the form in which words are encoded.
+//!
+//! Two facts carry the fast path, both consequences of the determinism of BPE (the lowest-ranked, then leftmost pair
+//! merges first):
+//!
+//! 1. *A token has one history.* When a token appears over some bytes, no merge has crossed their ends, so these bytes
+//!    went through what encoding them alone does. Each token that can appear at all therefore has exactly one last merge,
+//!    and all other pairs of the same product never come to merge.
+//! 2. *Neighbours decide.* A row of tokens is the encoding of its text if and only if each two neighbours are the
+//!    encoding of theirs: the first merge across a border needs only the two tokens beside it.
+//!    (Known from the `bpe` crate's description by van Antwerpen and Neubeck, 2024.)
+//!
+//! If, beyond that, each merge has a higher rank than those that made its halves (true of everything that BPE training
+//! writes), the merges happen in order of rank, and whether two tokens are good neighbours is found by undoing the
+//! youngest merge along their border until nothing is left ([`Tables::are_neighbours`]). Tokens are numbered by age here,
+//! so that "younger" is a comparison of numbers. Some vocabularies break that property with a few tokens (Llama 3 has 107,
+//! whose halves came later): words that spell one of these are encoded with a heap of pairs, all others are not affected.
+
+use std::collections::HashMap;
+
+use aho_corasick::AhoCorasick;
+
+use super::heap::HeapMerges;
+use super::pairs::{MAX_TOKENS, PairTable};
+use super::trie::{NONE, Trie};
+use crate::TokenizeError;
+
+/// A merge, by the ids of the vocabulary.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Merge {
+    /// Lower ranks merge first; equal ranks (of the same product) from left to right.
+    pub(crate) rank: u32,
+    pub(crate) left: u32,
+    pub(crate) right: u32,
+    pub(crate) product: u32,
+}
+
+/// What becomes of characters that no token begins with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Unknown {
+    /// There are none: the vocabulary has all bytes.
+    Never,
+    /// The ids of their bytes.
+    Bytes(Box<[u32; 256]>),
+    /// One id for each, or for all in a row.
+    Token {
+        /// The id.
+        id: u32,
+        /// Whether a row of such characters is one id.
+        fused: bool,
+    },
+}
+
+/// What [`Tables`] are made from.
+pub(crate) struct VocabSource {
+    /// Text and id of each entry; texts are bytes as they stand in the input.
+    pub(crate) tokens: Vec<(Vec<u8>, u32)>,
+    /// Entries that a text is first cut into.
+    pub(crate) symbols: Vec<u32>,
+    /// In order of rank.
+    pub(crate) merges: Vec<Merge>,
+    /// Whether a word that is an entry as a whole is that entry, whatever the merges say.
+    pub(crate) whole_words_first: bool,
+    /// What becomes of other characters.
+    pub(crate) unknown: Unknown,
+}
+
+/// What is known of a token.
+#[derive(Clone, Copy)]
+#[repr(align(32))]
+struct TokenInfo {
+    /// Halves of its last merge; `NONE` for symbols.
+    left: u32,
+    right: u32,
+    /// Longest token that begins it, other than itself.
+    prefix: u32,
+    len: u32,
+    /// One bit for each class of tokens that may follow it in a merge, and precede it.
+    followers: u64,
+    leaders: u64,
+}
+
+/// A vocabulary ready to encode.
+pub(crate) struct Tables {
+    info: Vec<TokenInfo>,
+    /// Ids as the vocabulary writes them, by age.
+    ids: Vec<u32>,
+    pairs: PairTable,
+    trie: Trie,
+    /// Used for words in which merges may not be in order of age.
+    late: Option<Late>,
+    /// Entries that no merges make, for `whole_words_first`.
+    unmade: HashMap<Vec<u8>, u32>,
+    unknown: Unknown,
+}
+
+/// Tokens whose halves are younger than their rank, and what encodes words that spell one.
+struct Late {
+    heap: HeapMerges,
+    /// `None`: all words are such.
+    texts: Option<AhoCorasick>,
+}
+
+impl Late {
+    fn concerns(&self, word: &[u8]) -> bool {
+        self.texts.as_ref().is_none_or(|texts| texts.is_match(word))
+    }
+}
+
+/// Most late tokens that are searched for.
+const MAX_LATE: usize = 4096;
+
+/// Shortest word that is looked at for being a run of one byte.
+const LONG_RUN: usize = 64;
+
+/// Answers that a thread remembers.
+const ANSWERS: usize = 1 << 15;
+
+/// Memory that encoding reuses.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    stack: Vec<u32>,
+    /// Answers of [`Tables::are_neighbours`]: `left << 22 | right << 1 | answer`, by a hash of the pair.
+    answers: Vec<u64>,
+    dead: Vec<u64>,
+    pub(super) heap: super::heap::HeapScratch,
+}
+
+#[inline]
+fn class_bit(token: u32) -> u64 {
+    1 << (token.wrapping_mul(0x9E37_79B1) >> 26)
+}
+
+impl Tables {
+    /// Builds the tables.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Invalid`] if entries contradict one another or are too many.
+    pub(crate) fn build(source: &VocabSource) -> Result<Self, TokenizeError> {
+        let max_id = source.tokens.iter().map(|&(_, id)| id).max().unwrap_or(0) as usize;
+        if max_id >= MAX_TOKENS {
+            return Err(TokenizeError::invalid(format!("token ids reach {max_id}, at most {MAX_TOKENS} are handled")));
+        }
+        let mut text_of: Vec<&[u8]> = vec![&[]; max_id + 1];
+        for (text, id) in &source.tokens {
+            text_of[*id as usize] = text;
+        }
+        let mut age_of = vec![NONE; max_id + 1];
+        let blank = TokenInfo { left: NONE, right: NONE, prefix: NONE, len: 0, followers: 0, leaders: 0 };
+        let mut tables = Self {
+            info: Vec::with_capacity(source.tokens.len()),
+            ids: Vec::with_capacity(source.tokens.len()),
+            pairs: PairTable::with_capacity(source.tokens.len()),
+            trie: Trie::build(&[]).ok_or_else(|| TokenizeError::invalid("empty trie"))?,
+            late: None,
+            unmade: HashMap::new(),
+            unknown: source.unknown.clone(),
+        };
+        for &id in &source.symbols {
+            if age_of[id as usize] == NONE {
+                age_of[id as usize] = tables.ids.len() as u32;
+                tables.ids.push(id);
+                tables.info.push(TokenInfo { len: text_of[id as usize].len() as u32, ..blank });
+            }
+        }
+        let (mut too_early, mut repeated) = (Vec::new(), false);
+        for merge in &source.merges {
+            let [left, right, product] = [merge.left, merge.right, merge.product].map(|id| age_of[id as usize]);
+            if left == NONE || right == NONE {
+                too_early.push(*merge);
+            } else if product != NONE && tables.pairs.get(left, right) == product {
+                repeated = true;
+            } else if product == NONE && tables.are_neighbours(left, right) {
+                let age = tables.ids.len() as u32;
+                age_of[merge.product as usize] = age;
+                tables.ids.push(merge.product);
+                let len = tables.info[left as usize].len + tables.info[right as usize].len;
+                tables.info.push(TokenInfo { left, right, len, ..blank });
+                tables.pairs.insert(left, right, age);
+                tables.info[left as usize].followers |= class_bit(right);
+                tables.info[right as usize].leaders |= class_bit(left);
+            }
+        }
+        tables.link_prefixes(&text_of)?;
+        tables.late = if repeated {
+            // Of a pair that is listed twice the later rank counts.
+            Some(Late { heap: HeapMerges::new(source), texts: None })
+        } else {
+            tables.find_late(source, &too_early, &age_of, &text_of)?
+        };
+        if source.whole_words_first {
+            let is_late = |text: &[u8]| tables.late.as_ref().is_some_and(|late| late.concerns(text));
+            let unmade = source.tokens.iter().filter(|(text, id)| age_of[*id as usize] == NONE || is_late(text));
+            tables.unmade = unmade.map(|(text, id)| (text.clone(), *id)).collect();
+        }
+        Ok(tables)
+    }
+
+    /// The tokens that appear by a merge whose halves are younger than its rank.
+    ///
+    /// Only a token without another history can (see above). Whether it does is tried out on its own text: if it does not
+    /// appear there, it appears nowhere. A word that spells none of them is encoded as if their merges did not exist.
+    fn find_late(
+        &self,
+        source: &VocabSource,
+        too_early: &[Merge],
+        age_of: &[u32],
+        text_of: &[&[u8]],
+    ) -> Result<Option<Late>, TokenizeError> {
+        let mut late = std::collections::HashSet::new();
+        loop {
+            let before = late.len();
+            for merge in too_early {
+                let exists = |id: u32| age_of[id as usize] != NONE || late.contains(&id);
+                if age_of[merge.product as usize] == NONE && exists(merge.left) && exists(merge.right) {
+                    late.insert(merge.product);
+                }
+            }
+            if late.len() == before {
+                break;
+            }
+        }
+        if late.is_empty() {
+            return Ok(None);
+        }
+        let (heap, mut scratch, mut ids) = (HeapMerges::new(source), Default::default(), Vec::new());
+        let appears = |id: &u32| {
+            ids.clear();
+            let text = text_of[*id as usize];
+            !heap.encode_word(text, &self.trie, &self.ids, &mut scratch, &mut ids, |_, _| 0) || ids == [*id]
+        };
+        let texts: Vec<&[u8]> = late.into_iter().filter(appears).map(|id| text_of[id as usize]).collect();
+        match texts.len() {
+            0 => Ok(None),
+            1..=MAX_LATE => {
+                let texts = AhoCorasick::new(texts);
+                let texts = texts.map_err(|error| TokenizeError::invalid(format!("late tokens: {error}")))?;
+                Ok(Some(Late { heap, texts: Some(texts) }))
+            }
+            _ => Ok(Some(Late { heap, texts: None })),
+        }
+    }
+
+    /// Builds the trie of all made tokens, and for each the longest token that begins it.
+    fn link_prefixes(&mut self, text_of: &[&[u8]]) -> Result<(), TokenizeError> {
+        let mut entries: Vec<(&[u8], u32)> =
+            (0..).zip(&self.ids).map(|(age, &id)| (text_of[id as usize], age)).collect();
+        entries.sort_unstable();
+        let mut open: Vec<(&[u8], u32)> = Vec::new();
+        for &(text, age) in &entries {
+            while open.last().is_some_and(|(prefix, _)| !text.starts_with(prefix)) {
+                open.pop();
+            }
+            if text.is_empty() || open.last().is_some_and(|&(prefix, _)| prefix == text) {
+                return Err(TokenizeError::invalid(format!(
+                    "two tokens have the same text, one has id {}",
+                    self.ids[age as usize]
+                )));
+            }
+            self.info[age as usize].prefix = open.last().map_or(NONE, |&(_, age)| age);
+            open.push((text, age));
+        }
+        self.trie =
+            Trie::build(&entries).ok_or_else(|| TokenizeError::invalid("the vocabulary has too many tokens"))?;
+        Ok(())
+    }
+
+    /// Whether the encoding of the two tokens' texts together is these two tokens.
+    ///
+    /// Goes back in time along their border. At each moment one token of each side touches it; had the two merged, that
+    /// would have been before either was used up by its own side. Of equal ages (the same pair on both sides) the left
+    /// one is older: equal pairs merge from left to right.
+    #[inline]
+    fn are_neighbours(&self, left: u32, right: u32) -> bool {
+        let (mut left, mut right) = (left, right);
+        let (mut left_used, mut right_used) = (u32::MAX, u32::MAX);
+        loop {
+            let (left_info, right_info) = (&self.info[left as usize], &self.info[right as usize]);
+            if left_info.followers & class_bit(right) != 0 && right_info.leaders & class_bit(left) != 0 {
+                let product = self.pairs.get(left, right);
+                if product < left_used && product <= right_used {
+                    return false;
+                }
+            }
+            // The younger one is undone. Symbols are older than all others: if it is one, so are both.
+            if left > right {
+                if left_info.right == NONE {
+                    return true;
+                }
+                left_used = left;
+                left = left_info.right;
+            } else {
+                if right_info.left == NONE {
+                    return true;
+                }
+                right_used = right;
+                right = right_info.left;
+            }
+        }
+    }
+
+    /// Calls `each` with the text of each token that can appear. `text_of` as given to [`Self::build`].
+    pub(crate) fn each_made<'a>(&self, source: &'a VocabSource, mut each: impl FnMut(&'a [u8])) {
+        let made: std::collections::HashSet<u32> = self.ids.iter().copied().collect();
+        // With late tokens any entry might appear.
+        source
+            .tokens
+            .iter()
+            .filter(|(_, id)| self.late.is_some() || made.contains(id))
+            .for_each(|(text, _)| each(text));
+    }
+
+    /// [`Self::are_neighbours`], from memory if it was asked before.
+    #[inline]
+    fn fit(&self, left: u32, right: u32, answers: &mut [u64]) -> bool {
+        let key = u64::from(left) << 22 | u64::from(right) << 1;
+        let slot = (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (64 - ANSWERS.trailing_zeros())) as usize;
+        match answers.get_mut(slot) {
+            Some(answer) if *answer & !1 == key => *answer & 1 != 0,
+            Some(answer) => {
+                let fit = self.are_neighbours(left, right);
+                *answer = key | u64::from(fit);
+                fit
+            }
+            None => self.are_neighbours(left, right),
+        }
+    }
+
+    /// Appends the ids of a word. `false` if it holds bytes that no token begins with and that the vocabulary has no ids
+    /// for.
+    pub(crate) fn encode_word(&self, word: &[u8], scratch: &mut Scratch, out: &mut Vec<u32>) -> bool {
+        if !self.unmade.is_empty() {
+            if let Some(&id) = self.unmade.get(word) {
+                out.push(id);
+                return true;
+            }
+        }
+        if let Some(late) = self.late.as_ref().filter(|late| late.concerns(word)) {
+            return late.heap.encode_word(word, &self.trie, &self.ids, &mut scratch.heap, out, |word, out| {
+                self.push_unknown(word, out)
+            });
+        }
+        let first = self.trie.longest(word);
+        if first != NONE && self.info[first as usize].len as usize == word.len() {
+            out.push(self.ids[first as usize]);
+            return true;
+        }
+        if word.len() >= LONG_RUN && self.ids_of_run(word, out) {
+            return true;
+        }
+        self.search(word, first, scratch, out)
+    }
+
+    /// Appends the ids of one byte many times; `false` if the word is something else.
+    ///
+    /// The definition of BPE is followed on counted symbols: merges happen in order of age, and all pairs of a run of
+    /// equal symbols merge from left to right before anything else does. That takes logarithmic time.
+    fn ids_of_run(&self, word: &[u8], out: &mut Vec<u32>) -> bool {
+        let symbol = self.trie.longest(&word[..1]);
+        if symbol == NONE || word.iter().any(|&byte| byte != word[0]) {
+            return false;
+        }
+        let mut runs = vec![(symbol, word.len())];
+        loop {
+            let within = runs.iter().enumerate().filter(|(_, (_, count))| *count > 1);
+            let within = within.map(|(place, &(token, _))| (self.pairs.get(token, token), place, true));
+            let across =
+                runs.windows(2).enumerate().map(|(place, pair)| (self.pairs.get(pair[0].0, pair[1].0), place, false));
+            let Some((product, place, is_within)) = within.chain(across).min().filter(|&(product, ..)| product != NONE)
+            else {
+                break;
+            };
+            let mut next: Vec<(u32, usize)> = Vec::with_capacity(runs.len() + 2);
+            let mut push = |token: u32, count: usize| match next.last_mut() {
+                _ if count == 0 => {}
+                Some(last) if last.0 == token => last.1 += count,
+                _ => next.push((token, count)),
+            };
+            let mut skip = 0;
+            for (index, &(token, count)) in runs.iter().enumerate() {
+                if index == place && is_within {
+                    push(product, count / 2);
+                    push(token, count % 2);
+                } else if index == place {
+                    push(token, count - 1);
+                    push(product, 1);
+                    skip = 1;
+                } else {
+                    push(token, count - std::mem::take(&mut skip));
+                }
+            }
+            runs = next;
+        }
+        for (token, count) in runs {
+            out.resize(out.len() + count, self.ids[token as usize]);
+        }
+        true
+    }
+
+    /// Appends the ids of the unknown character that begins `word`, and returns its length; 0 if it has no ids.
+    fn push_unknown(&self, word: &[u8], out: &mut Vec<u32>) -> usize {
+        let len = 1 + word[1..].iter().take_while(|&&byte| byte & 0xC0 == 0x80).count();
+        match &self.unknown {
+            Unknown::Never => return 0,
+            Unknown::Bytes(ids) => out.extend(word[..len].iter().map(|&byte| ids[usize::from(byte)])),
+            Unknown::Token { id, fused } if *fused && out.last() == Some(id) => {}
+            Unknown::Token { id, .. } => out.push(*id),
+        }
+        len
+    }
+
+    /// Finds the one row of tokens in which all neighbours fit, longest tokens first; a place from which there is no way
+    /// on is tried once only, which makes the search linear in the word's length.
+    fn search(&self, word: &[u8], first: u32, scratch: &mut Scratch, out: &mut Vec<u32>) -> bool {
+        let Scratch { stack, dead, answers, .. } = scratch;
+        if answers.is_empty() {
+            // Symbols 0 and 0 are asked for like any others: no slot may seem to hold their answer.
+            answers.resize(ANSWERS, u64::MAX);
+        }
+        stack.clear();
+        dead.clear();
+        dead.resize(word.len() / 64 + 1, 0);
+        let mut at = 0;
+        let mut next = first;
+        loop {
+            if next == NONE {
+                // Nothing merges with an unknown character: what stands before it is done.
+                out.extend(stack.drain(..).map(|age| self.ids[age as usize]));
+                if at == word.len() {
+                    return true;
+                }
+                match self.push_unknown(&word[at..], out) {
+                    0 => return false,
+                    len => at += len,
+                }
+                next = self.trie.longest(&word[at..]);
+                continue;
+            }
+            let mut token = next;
+            let found = loop {
+                let info = &self.info[token as usize];
+                let end = at + info.len as usize;
+                let alive = dead[end / 64] >> (end % 64) & 1 == 0;
+                if alive && stack.last().is_none_or(|&last| self.fit(last, token, answers)) {
+                    break Some(end);
+                }
+                if info.prefix == NONE {
+                    break None;
+                }
+                token = info.prefix;
+            };
+            match found {
+                Some(end) => {
+                    stack.push(token);
+                    at = end;
+                    next = self.trie.longest(&word[at..]);
+                }
+                None => {
+                    dead[at / 64] |= 1 << (at % 64);
+                    let Some(last) = stack.pop() else { return false };
+                    at -= self.info[last as usize].len as usize;
+                    next = last;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "vocab_tests.rs"]
+mod tests;

@@ -1,0 +1,175 @@
+//! Words to ids: the cache in front, the vocabulary tables behind it.
+
+use super::cache::{Found, INLINE, Key, SHORT, WordCache};
+use super::long::{self, LONGEST, LongCache};
+use super::vocab::{Scratch, Tables};
+use crate::TokenizeError;
+
+/// A type that ids are written as.
+pub(crate) trait TokenId: Copy + Default + PartialEq {
+    /// Narrows an id; whoever chose the type has checked that the vocabulary fits.
+    fn from_id(id: u32) -> Self;
+}
+
+impl TokenId for u32 {
+    #[inline]
+    fn from_id(id: u32) -> Self {
+        id
+    }
+}
+
+impl TokenId for u16 {
+    #[inline]
+    fn from_id(id: u32) -> Self {
+        id as u16
+    }
+}
+
+/// Words whose cache lines are asked for before the first of them is read.
+const BATCH: usize = 64;
+
+/// State of one thread.
+pub(crate) struct WordEncoder {
+    cache: WordCache,
+    long: LongCache,
+    scratch: Scratch,
+    ids: Vec<u32>,
+}
+
+#[derive(Clone, Copy)]
+struct Probe {
+    key: Key,
+    /// Place in the cache of short words, or the hash of a long one.
+    place: usize,
+}
+
+impl WordEncoder {
+    /// With an empty cache of at most `budget` bytes.
+    pub(crate) fn new(budget: usize) -> Self {
+        Self {
+            cache: WordCache::new(budget / 2),
+            long: LongCache::new(budget / 2),
+            scratch: Scratch::default(),
+            ids: Vec::new(),
+        }
+    }
+
+    /// Appends the ids of the words that end at `ends` (the first begins at 0).
+    pub(crate) fn encode<T: TokenId>(
+        &mut self,
+        tables: &Tables,
+        text: &[u8],
+        ends: &[u32],
+        out: &mut Vec<T>,
+    ) -> Result<(), TokenizeError> {
+        let nothing = Probe { key: Key::new(&[0; 16], 0), place: 0 };
+        let mut probes = [nothing; BATCH];
+        let mut len = out.len();
+        let mut batch_start = 0usize;
+        for batch in ends.chunks(BATCH) {
+            self.cache.note_seen(batch.len());
+            let mut start = batch_start;
+            for (probe, &end) in probes.iter_mut().zip(batch) {
+                let end = end as usize;
+                if end - start <= SHORT {
+                    probe.key = key(text, start, end - start);
+                    probe.place = self.cache.place(probe.key);
+                    self.cache.prefetch(probe.place);
+                } else if end - start <= LONGEST {
+                    let hash = long::hash(&text[start..end]);
+                    self.long.prefetch(hash);
+                    probe.place = hash as usize;
+                }
+                start = end;
+            }
+            out.resize(len + BATCH * INLINE, T::default());
+            let mut start = batch_start;
+            for (index, (probe, &end)) in probes.iter().zip(batch).enumerate() {
+                let end = end as usize;
+                if end - start <= SHORT {
+                    if let Some((ids, count)) = self.cache.get_inline(probe.key, probe.place) {
+                        let slots: &mut [T; INLINE] = out[len..].first_chunk_mut().expect("room for a batch");
+                        *slots = ids.map(T::from_id);
+                        len += count;
+                        start = end;
+                        continue;
+                    }
+                    self.look_up_short(tables, &text[start..end], probe.key)?;
+                } else {
+                    let (word, hash) = (&text[start..end], probe.place as u64);
+                    if let Some(ids) = (word.len() <= LONGEST).then(|| self.long.get(word, hash)).flatten() {
+                        let ids = ids.iter().map(|id| u32::from_le_bytes(*id));
+                        len = put(ids, out, len, BATCH - index);
+                        start = end;
+                        continue;
+                    }
+                    self.encode_long(tables, word, hash)?;
+                }
+                len = put(self.ids.iter().copied(), out, len, BATCH - index);
+                start = end;
+            }
+            batch_start = start;
+        }
+        out.truncate(len);
+        Ok(())
+    }
+
+    /// Puts the ids of a short word into `self.ids`.
+    #[inline(never)]
+    fn look_up_short(&mut self, tables: &Tables, word: &[u8], key: Key) -> Result<(), TokenizeError> {
+        self.ids.clear();
+        match self.cache.get(key) {
+            Found::Inline(ids, count) => self.ids.extend_from_slice(&ids[..count]),
+            Found::Spilled(ids) => self.ids.extend_from_slice(ids),
+            Found::Missing => {
+                encode_word(tables, word, &mut self.scratch, &mut self.ids)?;
+                self.cache.insert(key, &self.ids);
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts the ids of a long word that is not in the cache into `self.ids`.
+    #[inline(never)]
+    fn encode_long(&mut self, tables: &Tables, word: &[u8], hash: u64) -> Result<(), TokenizeError> {
+        self.ids.clear();
+        encode_word(tables, word, &mut self.scratch, &mut self.ids)?;
+        if word.len() <= LONGEST {
+            self.long.insert(word, hash, &self.ids);
+        }
+        Ok(())
+    }
+}
+
+/// Writes ids at `len` and returns the place behind them; leaves room for as many words as are still to come.
+#[inline]
+fn put<T: TokenId>(ids: impl ExactSizeIterator<Item = u32>, out: &mut Vec<T>, len: usize, words: usize) -> usize {
+    let end = len + ids.len();
+    if end + words * INLINE > out.len() {
+        out.resize(end + words * INLINE, T::default());
+    }
+    for (slot, id) in out[len..end].iter_mut().zip(ids) {
+        *slot = T::from_id(id);
+    }
+    end
+}
+
+fn encode_word(tables: &Tables, word: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) -> Result<(), TokenizeError> {
+    if tables.encode_word(word, scratch, ids) {
+        return Ok(());
+    }
+    Err(TokenizeError::Encode { bytes: word.len(), detail: "no tokens spell a part of it".to_owned() })
+}
+
+/// Key of the word at `start`; reads the 16 bytes there where the text has them.
+#[inline]
+fn key(text: &[u8], start: usize, len: usize) -> Key {
+    match text.get(start..).and_then(|rest| rest.first_chunk::<16>()) {
+        Some(bytes) => Key::new(bytes, len),
+        None => {
+            let mut bytes = [0; 16];
+            bytes[..len].copy_from_slice(&text[start..start + len]);
+            Key::new(&bytes, len)
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! SentencePiece's normaliser, with `U+2581` (the mark that stands for a blank) written as a blank.
+
+use std::borrow::Cow;
+
+use super::proto::Model;
+use crate::TokenizeError;
+
+/// The character that stands for a blank in pieces.
+pub(crate) const MARK: &str = "\u{2581}";
+
+/// How a text is brought into the form in which pieces are looked for.
+pub(crate) enum SpNormalizer {
+    /// As a `tokenizer.json` says: marks for blanks, and one in front.
+    Json(Prepend),
+    /// As a `.model` says.
+    Model(Box<ModelNormalizer>),
+}
+
+/// When a blank is put in front of a text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Prepend {
+    Never,
+    /// Always, even if there is one (the `Prepend` normaliser).
+    Always,
+    /// If there is none (`Metaspace`, `always`).
+    IfMissing,
+    /// If there is none and the text is the first of the document (`Metaspace`, `first`).
+    First,
+}
+
+impl SpNormalizer {
+    /// The normalised text. `is_first`: the document begins with it.
+    pub(crate) fn apply<'a>(&self, text: &'a str, is_first: bool) -> Cow<'a, [u8]> {
+        match self {
+            Self::Model(normalizer) => Cow::Owned(normalizer.apply(text)),
+            Self::Json(prepend) => {
+                let starts_blank = text.starts_with(' ') || text.starts_with(MARK);
+                let blank = match prepend {
+                    Prepend::Never => false,
+                    Prepend::Always => true,
+                    Prepend::IfMissing => !starts_blank,
+                    Prepend::First => !starts_blank && is_first,
+                };
+                let text = unmarked(text);
+                if blank && !text.is_empty() {
+                    let mut bytes = Vec::with_capacity(text.len() + 1);
+                    bytes.push(b' ');
+                    bytes.extend_from_slice(text.as_bytes());
+                    Cow::Owned(bytes)
+                } else {
+                    match text {
+                        Cow::Borrowed(text) => Cow::Borrowed(text.as_bytes()),
+                        Cow::Owned(text) => Cow::Owned(text.into_bytes()),
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The text with blanks for marks.
+fn unmarked(text: &str) -> Cow<'_, str> {
+    if text.contains(MARK) { Cow::Owned(text.replace(MARK, " ")) } else { Cow::Borrowed(text) }
+}
+
+/// What the normaliser of a `.model` does.
+pub(crate) struct ModelNormalizer {
+    map: Option<CharsMap>,
+    add_dummy_prefix: bool,
+    remove_extra_whitespaces: bool,
+    space_is_suffix: bool,
+}
+
+impl ModelNormalizer {
+    /// From a model.
+    pub(crate) fn new(model: &Model) -> Result<Self, TokenizeError> {
+        if !model.escape_whitespaces {
+            return Err(TokenizeError::invalid("SentencePiece model: escape_whitespaces is off, which is not handled"));
+        }
+        Ok(Self {
+            map: if model.charsmap.is_empty() { None } else { Some(CharsMap::read(&model.charsmap)?) },
+            add_dummy_prefix: model.add_dummy_prefix,
+            remove_extra_whitespaces: model.remove_extra_whitespaces,
+            space_is_suffix: model.space_is_suffix,
+        })
+    }
+
+    /// `Normalizer::Normalize` of SentencePiece.
+    fn apply(&self, text: &str) -> Vec<u8> {
+        let mut out = Vec::with_capacity(text.len() + 1);
+        let mut rest = text;
+        if self.remove_extra_whitespaces {
+            while !rest.is_empty() {
+                let (normal, len) = self.first(rest);
+                if normal != " " {
+                    break;
+                }
+                rest = &rest[len..];
+            }
+        }
+        if rest.is_empty() {
+            return out;
+        }
+        if self.add_dummy_prefix && !self.space_is_suffix {
+            out.push(b' ');
+        }
+        if self.map.is_none() && !self.remove_extra_whitespaces {
+            out.extend_from_slice(unmarked(rest).as_bytes());
+            rest = "";
+        }
+        let mut after_blank = self.remove_extra_whitespaces;
+        while !rest.is_empty() {
+            let (mut normal, len) = self.first(rest);
+            while after_blank && normal.starts_with(' ') {
+                normal = &normal[1..];
+            }
+            if !normal.is_empty() {
+                out.extend_from_slice(unmarked(normal).as_bytes());
+                after_blank = normal.ends_with(' ');
+            }
+            rest = &rest[len..];
+            if !self.remove_extra_whitespaces {
+                after_blank = false;
+            }
+        }
+        if self.remove_extra_whitespaces {
+            while out.last() == Some(&b' ') {
+                out.pop();
+            }
+        }
+        if self.add_dummy_prefix && self.space_is_suffix {
+            out.push(b' ');
+        }
+        out
+    }
+
+    /// What the beginning of a text becomes, and how long that beginning is.
+    #[inline]
+    fn first<'a>(&'a self, text: &'a str) -> (&'a str, usize) {
+        if let Some(found) = self.map.as_ref().and_then(|map| map.longest(text.as_bytes())) {
+            return found;
+        }
+        let len = text.chars().next().map_or(0, char::len_utf8);
+        (&text[..len], len)
+    }
+}
+
+/// A precompiled map of strings to strings: a double array of `darts-clone` (Yata) and the results behind it.
+struct CharsMap {
+    units: Vec<u32>,
+    strings: Vec<u8>,
+}
+
+impl CharsMap {
+    fn read(bytes: &[u8]) -> Result<Self, TokenizeError> {
+        let damaged = || TokenizeError::invalid("SentencePiece model: the character map is damaged");
+        let (size, rest) = bytes.split_first_chunk::<4>().ok_or_else(damaged)?;
+        let size = u32::from_le_bytes(*size) as usize;
+        if size > rest.len() || size % 4 != 0 || size == 0 {
+            return Err(damaged());
+        }
+        let (units, strings) = rest.split_at(size);
+        let units = units.chunks_exact(4).map(|unit| u32::from_le_bytes([unit[0], unit[1], unit[2], unit[3]]));
+        Ok(Self { units: units.collect(), strings: strings.to_vec() })
+    }
+
+    /// Result and length of the longest key that begins `text`.
+    fn longest(&self, text: &[u8]) -> Option<(&str, usize)> {
+        let offset = |unit: u32| ((unit >> 10) << ((unit & (1 << 9)) >> 6)) as usize;
+        let mut found = None;
+        let mut node = offset(*self.units.first()?);
+        for (index, &byte) in text.iter().enumerate() {
+            node ^= usize::from(byte);
+            let unit = *self.units.get(node)?;
+            if unit & (1 << 31 | 0xFF) != u32::from(byte) {
+                break;
+            }
+            node ^= offset(unit);
+            if unit >> 8 & 1 == 1 {
+                found = Some(((self.units.get(node)? & !(1 << 31)) as usize, index + 1));
+            }
+        }
+        let (start, len) = found?;
+        let string = self.strings.get(start..)?.split(|&byte| byte == 0).next()?;
+        Some((std::str::from_utf8(string).ok()?, len))
+    }
+}
