@@ -161,7 +161,7 @@ def run_job(
         "inputs": list(inputs),
         "output_prefix": Path(prefix),
         "json_keys": list(options.json_keys),
-        "command": list(sys.argv),
+        "command": [argument.encode(errors="backslashreplace").decode() for argument in sys.argv],
         "tokenizer_type": tokenizer.type,
     }
     report = _core.preprocess(settings, tokenizer._core, progress or _ignore)

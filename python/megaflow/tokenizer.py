@@ -1,6 +1,7 @@
 """Text to token ids and back."""
 
 import os
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megaflow import _core
-from megaflow.errors import ConfigError
+from megaflow.errors import ConfigError, MissingFileError
 
 GPT2 = "GPT2BPETokenizer"
 HUGGING_FACE = "HuggingFaceTokenizer"
+SENTENCE_PIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+TIKTOKEN = "TikTokenizer"
+TYPES = (GPT2, HUGGING_FACE, *SENTENCE_PIECE, TIKTOKEN)
 
 StrPath = str | os.PathLike[str]
 
@@ -23,7 +27,7 @@ class Tokenizer:
     def __init__(self, core: "_core.Tokenizer", tokenizer_type: str) -> None:
         self._core = core
         self.type = tokenizer_type
-        """Megatron's name of the kind: `GPT2BPETokenizer` or `HuggingFaceTokenizer`."""
+        """Megatron's name of the kind, such as `GPT2BPETokenizer` or `HuggingFaceTokenizer`."""
 
     @classmethod
     def gpt2(cls) -> "Tokenizer":
@@ -33,7 +37,9 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: StrPath) -> "Tokenizer":
-        """From a `tokenizer.json`, or a folder that holds one or holds `vocab.json` and `merges.txt`.
+        """From a `tokenizer.json`, a SentencePiece `.model`, tiktoken ranks, or a folder that holds a tokenizer.
+
+        Content decides what a file is. A folder may also hold `vocab.json` and `merges.txt`.
 
         Raises:
             MissingFileError: if there is nothing at `path`.
@@ -41,6 +47,32 @@ class Tokenizer:
         """
         core = _core.Tokenizer.load(Path(path))
         return cls(core, GPT2 if len(core.files) == 2 else HUGGING_FACE)
+
+    @classmethod
+    def from_name(cls, name: str, *, revision: str | None = None) -> "Tokenizer":
+        """From a repository `org/name` of the Hugging Face hub: from its local cache, or downloaded into it.
+
+        Raises:
+            ConfigError: if the package huggingface_hub is missing.
+            MissingFileError: if the repository has no tokenizer, or cannot be reached and is not in the cache.
+            TokenizerError: as `from_file`.
+        """
+        try:
+            from huggingface_hub import snapshot_download
+        except ImportError:
+            raise ConfigError(
+                f"{name}: tokenizers are fetched by name with the package huggingface_hub: pip install huggingface_hub"
+            ) from None
+        wanted = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"]
+        try:
+            folder = snapshot_download(name, revision=revision, allow_patterns=wanted)
+        except (OSError, ValueError) as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise MissingFileError(
+                f"{name}: not in the local cache of the Hugging Face hub and not to be fetched ({first}); download it "
+                "where there is a network, or give the tokenizer's file"
+            ) from None
+        return cls.from_file(folder)
 
     @classmethod
     def from_files(
@@ -54,8 +86,8 @@ class Tokenizer:
         """From Megatron's arguments; without any of them, GPT-2's tokenizer.
 
         Args:
-            tokenizer_type: `GPT2BPETokenizer`, `HuggingFaceTokenizer`, or None to tell by what is given.
-            tokenizer_model: a `tokenizer.json` or its folder.
+            tokenizer_type: one of `TYPES`, or None to tell by what is given.
+            tokenizer_model: a `tokenizer.json`, a SentencePiece `.model`, tiktoken ranks, or a folder that holds one.
             vocab_file: GPT-2's JSON vocabulary, whatever its name.
             merge_file: GPT-2's merges.
 
@@ -68,17 +100,17 @@ class Tokenizer:
         ]
         if tokenizer_model is not None and given:
             raise ConfigError(f"--tokenizer-model and {given[0]} name two tokenizers; give one of them")
-        if tokenizer_type not in (None, GPT2, HUGGING_FACE):
-            raise ConfigError(
-                f"--tokenizer-type {tokenizer_type} is not available; there are {GPT2} (--vocab-file, --merge-file) "
-                f"and {HUGGING_FACE} (--tokenizer-model: a tokenizer.json or its folder)"
-            )
-        if tokenizer_type == HUGGING_FACE and tokenizer_model is None:
-            raise ConfigError(
-                f"--tokenizer-type {HUGGING_FACE} needs --tokenizer-model: a tokenizer.json or its folder"
-            )
+        if tokenizer_type not in (None, *TYPES):
+            raise ConfigError(f"--tokenizer-type {tokenizer_type} is not available; there are {', '.join(TYPES)}")
+        if tokenizer_type not in (None, GPT2) and tokenizer_model is None:
+            raise ConfigError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model: its file or folder")
         if tokenizer_model is not None:
             tokenizer = cls.from_file(tokenizer_model)
+            if tokenizer_type == GPT2 and tokenizer.type != GPT2:
+                raise ConfigError(
+                    f"{os.fspath(tokenizer_model)}: --tokenizer-type {GPT2} needs a JSON vocabulary and its merges, "
+                    f"found another tokenizer; leave the type out, or name {HUGGING_FACE}"
+                )
             tokenizer.type = tokenizer_type or tokenizer.type
             return tokenizer
         if len(given) == 1 and merge_file is not None:
@@ -108,6 +140,39 @@ class Tokenizer:
         """
         return self._core.encode(
             text, special_tokens_in_text=special_tokens_in_text, add_special_tokens=add_special_tokens
+        )
+
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        special_tokens_in_text: str = "text",
+        add_special_tokens: bool = False,
+        threads: int | None = None,
+        cache_bytes: int = 64 << 20,
+    ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+        """Token ids of many texts, on several threads, without a Python object for each token.
+
+        Args:
+            texts: any texts; the GIL is released while they are encoded.
+            special_tokens_in_text: as for `encode`.
+            add_special_tokens: as for `encode`.
+            threads: by default one for each processor; the result does not depend on it.
+            cache_bytes: most bytes that the word cache of one thread may take.
+
+        Returns:
+            ids: uint32 `[tokens]`, one text after the other.
+            offsets: int64 `[texts + 1]`; text `i` has `ids[offsets[i]:offsets[i + 1]]`.
+
+        Raises:
+            TokenizerError: as `encode`, for the first text that cannot be encoded.
+        """
+        return self._core.encode_batch(
+            list(texts),
+            special_tokens_in_text=special_tokens_in_text,
+            add_special_tokens=add_special_tokens,
+            threads=threads or os.cpu_count() or 1,
+            cache_bytes=cache_bytes,
         )
 
     def decode(self, ids: npt.ArrayLike) -> str:

@@ -98,7 +98,13 @@ fn run_threads(
     output: &mut Output<'_>,
     progress: &mut dyn FnMut(&Progress) -> ControlFlow<()>,
 ) -> Result<(), BuildError> {
-    let in_flight = 2 * options.threads + 2;
+    // More threads than blocks would only hold memory. Text may be far larger than the file that holds it.
+    let blocks = match output.progress().bytes_total {
+        0 => usize::MAX,
+        bytes => (bytes / options.block_bytes.max(1) as u64).saturating_mul(32).saturating_add(1) as usize,
+    };
+    let threads = options.threads.min(blocks);
+    let in_flight = 2 * threads + 2;
     let (permit, permits) = bounded(in_flight);
     let (work, work_queue) = bounded(in_flight);
     let (done, done_queue) = unbounded();
@@ -106,7 +112,7 @@ fn run_threads(
         let _ = permit.send(()); // fits: the channel has this capacity
     }
     let parse = ParseOptions::new(&options.json_keys, options.replace_invalid_utf8);
-    let encoders = (0..options.threads).map(|_| BlockEncoder::new(options, &parse, tokenizer, dtype));
+    let encoders = (0..threads).map(|_| BlockEncoder::new(options, &parse, tokenizer, dtype));
     let encoders = encoders.collect::<Result<Vec<_>, _>>()?;
     let start = output.start();
     let lines_before = output.lines_done();

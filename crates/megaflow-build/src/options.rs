@@ -7,6 +7,9 @@ use megaflow_tokenize::EncodeOptions;
 
 use crate::BuildError;
 
+/// Threads of one job: each holds some megabytes.
+pub const MAX_THREADS: usize = 1024;
+
 /// What an empty document becomes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum EmptyDocuments {
@@ -104,8 +107,25 @@ impl JobOptions {
         if (1..self.json_keys.len()).any(|index| self.json_keys[..index].contains(&self.json_keys[index])) {
             return fault("--json-keys names a key twice; each key makes one pair");
         }
-        if self.threads == 0 {
-            return fault("--workers must be at least 1, got 0");
+        if let Some(key) = self.json_keys.iter().find(|key| key.is_empty() || key.contains(['/', '\0'])) {
+            return fault(&format!(
+                "--json-keys {key:?}: a key names a file, so it must not be empty nor hold '/' or NUL"
+            ));
+        }
+        for key in &self.json_keys {
+            for suffix in [".bin", ".idx", ".json"] {
+                let mut target = self.pair_prefix(key).into_os_string();
+                target.push(suffix);
+                if std::path::Path::new(&target).is_dir() {
+                    let target = std::path::Path::new(&target).display();
+                    return fault(&format!(
+                        "{target}: is a folder where a file is to be written; remove it, or choose another --output-prefix"
+                    ));
+                }
+            }
+        }
+        if self.threads == 0 || self.threads > MAX_THREADS {
+            return fault(&format!("--workers must be from 1 to {MAX_THREADS}, got {}", self.threads));
         }
         if self.output_prefix.file_name().is_none() {
             return fault("--output-prefix must end in a name, not in a folder");

@@ -6,7 +6,7 @@ use std::time::Instant;
 use megaflow_core::TokenDtype;
 use megaflow_indexed::{
     FileRecord, IndexedWriter, SIDECAR_FORMAT_VERSION, Sidecar, SourceRecord, StagedPair, StagingFolder, TokenizerFile,
-    TokenizerRecord, resume_publication,
+    TokenizerRecord, publish_pairs, resume_publication,
 };
 use megaflow_source::{ContentHash, Format, HASH_BLOCK_BYTES, Reject, Resume};
 use megaflow_tokenize::{SpecialTokensInText, Tokenizer};
@@ -204,10 +204,8 @@ impl<'a> Output<'a> {
         }
         let mut report = report_of(&self.state, self.resumed_documents);
         report.rejects_path = self.rejects.publish()?;
-        for pair in staged {
-            let counts = pair.counts;
-            report.pairs.push((pair.publish()?, self.dtype.name(), counts));
-        }
+        report.pairs = staged.iter().map(|pair| (pair.prefix().to_owned(), self.dtype.name(), pair.counts)).collect();
+        publish_pairs(staged)?;
         Ok(report)
     }
 }
@@ -221,9 +219,9 @@ pub(crate) fn finish_publication(
 ) -> Result<Report, BuildError> {
     let mut report = report_of(state, state.pairs.first().map_or(0, |pair| pair.counts.documents));
     report.rejects_path = RejectsWriter::published(staging, &options.output_prefix, state.rejects_bytes)?;
-    for (key, pair) in options.json_keys.iter().zip(&state.pairs) {
-        let prefix: PathBuf = options.pair_prefix(key);
-        resume_publication(staging, &prefix)?;
+    let prefixes: Vec<PathBuf> = options.json_keys.iter().map(|key| options.pair_prefix(key)).collect();
+    resume_publication(staging, &prefixes)?;
+    for (prefix, pair) in prefixes.into_iter().zip(&state.pairs) {
         report.pairs.push((prefix, dtype.name(), pair.counts));
     }
     Ok(report)

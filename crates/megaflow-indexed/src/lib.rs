@@ -26,5 +26,5 @@ pub use verify::{Fault, VerifyError, VerifyOptions, VerifyProgress, VerifyReport
 pub use widen::widen_tokens;
 pub use writer::{
     EncodedDocuments, IndexedWriter, PairCounts, PairState, StagedPair, StagingFolder, WriteError, publish_file,
-    resume_publication,
+    publish_pairs, resume_publication,
 };

@@ -386,6 +386,11 @@ pub struct StagedPair {
 }
 
 impl StagedPair {
+    /// Prefix of the final names.
+    pub fn prefix(&self) -> &Path {
+        &self.prefix
+    }
+
     /// A pair whose files were written and made durable as `staged.bin` and `staged.idx`.
     pub(crate) fn new(
         files: (FileRecord, FileRecord),
@@ -417,45 +422,63 @@ impl StagedPair {
         Ok(())
     }
 
-    /// Gives the files their final names: an old `.idx` goes first, the new one comes last.
+    /// Gives the files their final names; see [`publish_pairs`].
     ///
     /// # Errors
     /// [`WriteError::Io`].
     pub fn publish(self) -> Result<PathBuf, WriteError> {
-        for suffix in [".idx", ".json"] {
-            let old = with_suffix(&self.prefix, suffix);
-            match fs::remove_file(&old) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(io_error(&old, "replace the old file")(error));
-                }
-                _ => {}
-            }
-        }
-        publish_pair(&self.staged, &self.prefix)?;
-        Ok(self.prefix)
+        let prefix = self.prefix.clone();
+        publish_pairs(vec![self])?;
+        Ok(prefix)
     }
+}
+
+/// Gives the files of several pairs their final names together: old `.idx` files go first, new ones come last, when everything
+/// that they describe is in place.
+///
+/// # Errors
+/// [`WriteError::Io`].
+pub fn publish_pairs(pairs: Vec<StagedPair>) -> Result<(), WriteError> {
+    let places: Vec<(PathBuf, PathBuf)> = pairs.into_iter().map(|pair| (pair.staged, pair.prefix)).collect();
+    for (_, prefix) in &places {
+        for suffix in [".idx", ".json"] {
+            remove_old(&with_suffix(prefix, suffix))?;
+        }
+    }
+    publish_places(&places)
 }
 
 /// Goes on with a publication that was interrupted: files that have their final names already are left alone.
 ///
 /// # Errors
 /// [`WriteError::Io`].
-pub fn resume_publication(staging: &StagingFolder, prefix: &Path) -> Result<(), WriteError> {
-    let staged = staged_path(staging, prefix);
-    let idx = with_suffix(prefix, ".idx");
-    let is_started = !with_suffix(&staged, ".bin").exists();
-    if !is_started && idx.exists() {
-        fs::remove_file(&idx).map_err(io_error(&idx, "replace the old file"))?;
+pub fn resume_publication(staging: &StagingFolder, prefixes: &[PathBuf]) -> Result<(), WriteError> {
+    let places: Vec<_> = prefixes.iter().map(|prefix| (staged_path(staging, prefix), prefix.clone())).collect();
+    for (staged, prefix) in &places {
+        if with_suffix(staged, ".idx").exists() {
+            remove_old(&with_suffix(prefix, ".idx"))?; // an older job's: ours is not published yet
+        }
     }
-    publish_pair(&staged, prefix)
+    publish_places(&places)
 }
 
-/// `.bin` first, `.idx` last; a staged file that is not there has its final name already, or never was.
-fn publish_pair(staged: &Path, prefix: &Path) -> Result<(), WriteError> {
-    for suffix in [".bin", ".json", ".idx"] {
-        let from = with_suffix(staged, suffix);
-        if from.exists() {
-            publish_file(&from, &with_suffix(prefix, suffix))?;
+fn remove_old(path: &Path) -> Result<(), WriteError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(io_error(path, "replace the old file")(error)),
+        _ => Ok(()),
+    }
+}
+
+/// All `.bin` and `.json` first, all `.idx` last; a staged file that is not there has its final name already, or never was.
+fn publish_places(places: &[(PathBuf, PathBuf)]) -> Result<(), WriteError> {
+    for suffixes in [&[".bin", ".json"][..], &[".idx"]] {
+        for (staged, prefix) in places {
+            for suffix in suffixes {
+                let from = with_suffix(staged, suffix);
+                if from.exists() {
+                    publish_file(&from, &with_suffix(prefix, suffix))?;
+                }
+            }
         }
     }
     Ok(())
@@ -696,6 +719,33 @@ mod tests {
         assert_eq!(fs::read_dir(staging.path()).unwrap().count(), 1);
         drop(staging);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_publication_stopped_anywhere_goes_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let prefixes = ["a_text_document", "b_text_document"].map(|name| folder.path().join(name));
+        for renamed in 0..=4 {
+            let staging = StagingFolder::create(&folder.path().join("set")).unwrap();
+            for prefix in &prefixes {
+                fs::write(with_suffix(prefix, ".idx"), "old").unwrap();
+                let mut writer = IndexedWriter::create(&staging, prefix, TokenDtype::U16).unwrap();
+                writer.append(&documents(&[&[&[1, 2]]], TokenDtype::U16)).unwrap();
+                writer.finish().unwrap();
+            }
+            if renamed > 0 {
+                prefixes.iter().for_each(|prefix| fs::remove_file(with_suffix(prefix, ".idx")).unwrap());
+            }
+            let order = [(".bin", 0), (".bin", 1), (".idx", 0), (".idx", 1)];
+            for (suffix, pair) in &order[..renamed] {
+                let from = with_suffix(&staged_path(&staging, &prefixes[*pair]), suffix);
+                fs::rename(from, with_suffix(&prefixes[*pair], suffix)).unwrap();
+            }
+            resume_publication(&staging, &prefixes).unwrap();
+            for prefix in &prefixes {
+                assert_eq!(IndexedDataset::open(prefix).unwrap().num_tokens(), 2, "stopped after {renamed}");
+            }
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 use std::io;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 
 use arrow_array::ffi_stream::{ArrowArrayStreamReader, FFI_ArrowArrayStream};
@@ -16,14 +16,14 @@ use crate::errors::error;
 const STREAM_CAPSULE: &CStr = c"arrow_array_stream";
 
 /// The input that a kind, a name and an object stand for.
-pub(crate) fn source_of(kind: &str, name: &str, object: Option<&Bound<'_, PyAny>>) -> PyResult<Source> {
-    let name_path = PathBuf::from(name);
+pub(crate) fn source_of(kind: &str, name: &Path, object: Option<&Bound<'_, PyAny>>) -> PyResult<Source> {
+    let name_path = name.to_owned();
     match (kind, object) {
-        ("file", _) if name == "-" => Ok(Source::stdin()),
+        ("file", _) if name == Path::new("-") => Ok(Source::stdin()),
         ("file", _) => Ok(Source::file(name_path)),
         ("remote", Some(object)) => Ok(Source::remote(name_path, Arc::new(RemoteObject::new(object)?))),
         ("arrow", Some(object)) => Ok(Source::batches(name_path, Box::new(arrow_stream(object)?))),
-        _ => Err(error("ConfigError", format!("{name}: an input of unknown kind {kind:?}"))),
+        _ => Err(error("ConfigError", format!("{}: an input of unknown kind {kind:?}", name.display()))),
     }
 }
 

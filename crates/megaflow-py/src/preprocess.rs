@@ -26,7 +26,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 /// Kind, name, object (for kinds `remote` and `arrow`), begin and end of an input.
-type InputArgument<'py> = (String, String, Option<Bound<'py, PyAny>>, Option<(u64, u64)>);
+type InputArgument<'py> = (String, PathBuf, Option<Bound<'py, PyAny>>, Option<(u64, u64)>);
 
 /// Inputs of one shard: index of the input, begin and end or None for the whole.
 type ShardInputs = Vec<(usize, Option<(u64, u64)>)>;
@@ -59,7 +59,7 @@ struct Settings<'py> {
 
 /// The files that names, folders, patterns and lists lead to, in reading order.
 #[pyfunction]
-fn discover(py: Python<'_>, names: Vec<String>, takes_text: bool) -> PyResult<Vec<PathBuf>> {
+fn discover(py: Python<'_>, names: Vec<PathBuf>, takes_text: bool) -> PyResult<Vec<PathBuf>> {
     py.without_gil(|| find_inputs(&names, takes_text))
 }
 
@@ -167,6 +167,7 @@ fn job_options(settings: Settings<'_>, tokenizer: &PyTokenizer) -> PyResult<JobO
         encode: EncodeOptions {
             special_tokens_in_text: special_policy(&settings.special_tokens_in_text)?,
             add_special_tokens: settings.add_special_tokens,
+            ..EncodeOptions::default()
         },
         threads: settings.workers,
         block_bytes: settings.block_bytes,

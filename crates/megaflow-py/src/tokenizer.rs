@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use megaflow_tokenize::{EncodeOptions, SpecialTokensInText, Tokenizer, TokenizerFiles};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedStr;
 
 use crate::errors::{IntoPyErr, error};
 use crate::gil::WithoutGil;
@@ -12,6 +13,9 @@ use crate::gil::WithoutGil;
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyTokenizer>()
 }
+
+/// Ids of several texts, and where each begins.
+type BatchArrays<'py> = (Bound<'py, PyArray1<u32>>, Bound<'py, PyArray1<i64>>);
 
 /// Turns text into token ids.
 #[pyclass(name = "Tokenizer", module = "megaflow._core", frozen)]
@@ -54,12 +58,32 @@ impl PyTokenizer {
         add_special_tokens: bool,
     ) -> PyResult<Bound<'py, PyArray1<u32>>> {
         let special_tokens_in_text = special_policy(special_tokens_in_text)?;
-        let options = EncodeOptions { special_tokens_in_text, add_special_tokens };
+        let options = EncodeOptions { special_tokens_in_text, add_special_tokens, ..EncodeOptions::default() };
         let ids = py.without_gil(|| {
             let mut ids = Vec::new();
             self.tokenizer.encoder(options)?.encode(text, &mut ids).map(|()| ids)
         })?;
         Ok(ids.into_pyarray(py))
+    }
+
+    /// Ids of several texts, one after the other, and where each begins (the end of the last one too).
+    #[pyo3(signature = (texts, *, special_tokens_in_text, add_special_tokens, threads, cache_bytes))]
+    fn encode_batch<'py>(
+        &self,
+        py: Python<'py>,
+        texts: Vec<PyBackedStr>,
+        special_tokens_in_text: &str,
+        add_special_tokens: bool,
+        threads: usize,
+        cache_bytes: usize,
+    ) -> PyResult<BatchArrays<'py>> {
+        let special_tokens_in_text = special_policy(special_tokens_in_text)?;
+        let options = EncodeOptions { special_tokens_in_text, add_special_tokens, cache_bytes };
+        let batch = py.without_gil(|| {
+            let texts: Vec<&str> = texts.iter().map(|text| &**text).collect();
+            self.tokenizer.encode_batch(&texts, options, threads)
+        })?;
+        Ok((batch.ids.into_pyarray(py), batch.offsets.into_pyarray(py)))
     }
 
     fn decode(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<String> {

@@ -19,7 +19,7 @@ const PACKED: [&str; 6] = ["gz", "gzip", "zst", "zstd", "bz2", "xz"];
 ///
 /// # Errors
 /// [`SourceError::NothingFound`] for a folder, pattern or list that leads nowhere; a plain name is checked when it is read.
-pub fn discover(names: &[String], takes_text: bool) -> Result<Vec<PathBuf>, SourceError> {
+pub fn discover(names: &[PathBuf], takes_text: bool) -> Result<Vec<PathBuf>, SourceError> {
     let mut found = Vec::new();
     for name in names {
         add(name, takes_text, &mut found)?;
@@ -29,8 +29,9 @@ pub fn discover(names: &[String], takes_text: bool) -> Result<Vec<PathBuf>, Sour
     Ok(found)
 }
 
-fn add(name: &str, takes_text: bool, found: &mut Vec<PathBuf>) -> Result<(), SourceError> {
-    let path = Path::new(name);
+fn add(path: &Path, takes_text: bool, found: &mut Vec<PathBuf>) -> Result<(), SourceError> {
+    let name = path.to_string_lossy();
+    let name = name.as_ref();
     if let Some(list) = name.strip_prefix('@').filter(|_| !path.exists()) {
         let io = |source| SourceError::Io { path: PathBuf::from(list), offset: 0, source };
         let names = std::fs::read_to_string(list).map_err(|error| match error.kind() {
@@ -41,7 +42,7 @@ fn add(name: &str, takes_text: bool, found: &mut Vec<PathBuf>) -> Result<(), Sou
         if names.is_empty() {
             return Err(nothing(name, "the list is empty"));
         }
-        return names.iter().try_for_each(|name| add(name, takes_text, found));
+        return names.iter().try_for_each(|name| add(Path::new(name), takes_text, found));
     }
     if path.is_dir() {
         let mut files = Vec::new();
@@ -141,24 +142,28 @@ mod tests {
         ] {
             std::fs::write(root.join(name), "x").unwrap();
         }
-        let text = |name: &str| root.join(name).to_str().unwrap().to_owned();
+        let text = |name: &str| root.join(name);
         let paths = |names: &[&str]| names.iter().map(|name| root.join(name)).collect::<Vec<_>>();
-        let here = root.to_str().unwrap().to_owned();
+        let here = root.to_owned();
         assert_eq!(
             discover(std::slice::from_ref(&here), false).unwrap(),
             paths(&["a.jsonl.gz", "b.jsonl", "sub/c.parquet"])
         );
         assert_eq!(discover(&[here], true).unwrap(), paths(&["d.txt"]));
         assert_eq!(discover(&[text("?.jsonl*"), text("b.jsonl")], false).unwrap(), paths(&["a.jsonl.gz", "b.jsonl"]));
-        std::fs::write(root.join("list"), format!("{}\n\n{}\n", text("d.txt"), text("b.jsonl"))).unwrap();
-        assert_eq!(discover(&[format!("@{}", text("list"))], false).unwrap(), paths(&["d.txt", "b.jsonl"]));
-        assert_eq!(discover(&["-".to_owned()], false).unwrap(), [PathBuf::from("-")]);
+        std::fs::write(root.join("list"), format!("{}\n\n{}\n", text("d.txt").display(), text("b.jsonl").display()))
+            .unwrap();
+        assert_eq!(
+            discover(&[PathBuf::from(format!("@{}", text("list").display()))], false).unwrap(),
+            paths(&["d.txt", "b.jsonl"])
+        );
+        assert_eq!(discover(&[PathBuf::from("-")], false).unwrap(), [PathBuf::from("-")]);
     }
 
     #[test]
     fn what_leads_nowhere_is_told() {
         let folder = tempfile::tempdir().unwrap();
-        let message = |name: String| discover(&[name], false).unwrap_err().to_string();
+        let message = |name: String| discover(&[PathBuf::from(name)], false).unwrap_err().to_string();
         let root = folder.path().to_str().unwrap();
         assert!(message(root.to_owned()).contains("no input files; looked for .jsonl"));
         assert!(message(format!("{root}/*.jsonl")).contains("no file matches the pattern"));

@@ -14,6 +14,7 @@
 #![deny(unsafe_code)]
 
 mod added;
+mod batch;
 mod bpe;
 mod error;
 mod fallback;
@@ -29,6 +30,7 @@ mod special;
 mod tokenizer;
 mod unicode;
 
+pub use batch::EncodedBatch;
 pub use error::TokenizeError;
 pub use load::TokenizerFiles;
 pub use spec::{AddedTokenSpec, ModelSpec, TokenizerSpec};

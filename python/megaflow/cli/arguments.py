@@ -18,6 +18,9 @@ _NO_EFFECT = {
 }
 
 
+MAX_WORKERS = 1024
+
+
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError, and names the nearest known flag."""
 
@@ -90,10 +93,12 @@ def _add_files(parser: Parser) -> None:
 
 def _add_tokenizer(parser: Parser) -> None:
     group = parser.add_argument_group("tokenizer (default: GPT-2's, which comes with megaflow)")
-    group.add_argument("--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder that holds a tokenizer")
-    group.add_argument("--tokenizer-type", metavar="TYPE", help="GPT2BPETokenizer or HuggingFaceTokenizer")
+    group.add_argument("--tokenizer", metavar="PATH", help="any tokenizer file or folder; content decides what it is")
+    group.add_argument("--tokenizer-type", metavar="TYPE", help="Megatron's name of the kind (default: by content)")
     group.add_argument(
-        "--tokenizer-model", metavar="PATH", help="for HuggingFaceTokenizer: tokenizer.json or its folder"
+        "--tokenizer-model",
+        metavar="PATH",
+        help="a tokenizer.json, SentencePiece .model, tiktoken ranks, or a folder",
     )
     group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="for GPT2BPETokenizer: JSON vocabulary")
     group.add_argument("--merge-file", metavar="FILE", help="for GPT2BPETokenizer: merges")
@@ -207,8 +212,15 @@ def options_of(arguments: argparse.Namespace) -> tuple[list[str], PreprocessOpti
         raise ConfigError("no input: name a file, for example: megaflow-preprocess corpus.jsonl")
     is_hugging_face = arguments.tokenizer_type == "HuggingFaceTokenizer"
     given = {} if arguments.workers is None else {"workers": arguments.workers}
-    if arguments.workers is not None and arguments.workers < 1:
-        raise ConfigError(f"--workers must be at least 1, got {arguments.workers}")
+    for flag, value, least, most in (
+        ("--workers", arguments.workers, 1, MAX_WORKERS),
+        ("--max-bad-records", arguments.max_bad_records, 0, 2**63 - 1),
+        ("--log-interval", arguments.log_interval, 1, 2**63 - 1),
+        ("--num-shards", arguments.num_shards, 1, 10**6),
+        ("--journal-every", arguments.journal_every, 0, 10**9),
+    ):
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{flag} must be from {least} to {most}, got {value}")
     options = PreprocessOptions(
         output_prefix=None if arguments.output_prefix is None else os.fspath(arguments.output_prefix),
         json_keys=tuple(arguments.json_keys),

@@ -77,12 +77,18 @@ FAULTS = {
     "no input": ([], 2, "no input: name a file"),
     "no text key": (["{corpus}", "--json-keys", "body"], 4, 'line 1 (byte 0): the record has no key "body"'),
     "unknown flag": (["{corpus}", "--worker", "2"], 2, "the nearest known one is --workers"),
-    "no threads": (["{corpus}", "--workers", "0"], 2, "--workers must be at least 1, got 0"),
+    "no threads": (["{corpus}", "--workers", "0"], 2, "--workers must be from 1 to 1024, got 0"),
     "not a number": (["{corpus}", "--workers", "x"], 2, "argument --workers: invalid int value: 'x'"),
     "missing vocabulary": (["{corpus}", "--vocab-file", "{folder}/v.json"], 5, "v.json: no such tokenizer file"),
     "merges alone": (["{corpus}", "--merge-file", "{folder}/m.txt"], 2, "--merge-file needs the vocabulary"),
     "not a tokenizer": (["{corpus}", "--tokenizer", "{corpus}"], 2, "corpus.jsonl: expected a tokenizer.json"),
-    "unknown type": (["{corpus}", "--tokenizer-type", "TikTokenizer"], 2, "--tokenizer-type TikTokenizer is not"),
+    "unknown type": (["{corpus}", "--tokenizer-type", "BertTokenizer"], 2, "--tokenizer-type BertTokenizer is not"),
+    "type without file": (["{corpus}", "--tokenizer-type", "TikTokenizer"], 2, "TikTokenizer needs --tokenizer-model"),
+    "too many threads": (["{corpus}", "--workers", "9" * 23], 2, "--workers must be from 1 to 1024"),
+    "negative limit": (["{corpus}", "--on-bad-record", "skip", "--max-bad-records", "-1"], 2, "must be from 0 to"),
+    "key with a slash": (["{corpus}", "--json-keys", "text", "a/b"], 2, "must not be empty nor hold '/'"),
+    "empty key": (["{corpus}", "--json-keys", ""], 2, "must not be empty"),
+    "shard out of range": (["{corpus}", "--shard", "3/3"], 2, "--shard must be I/N"),
     "unknown eod": (["{corpus}", "--eod-token", "<nope>"], 2, 'no token "<nope>"'),
     "two inputs, no prefix": (["{corpus}", "{corpus}"], 2, "2 inputs need a name for their output"),
     "a folder of other files": (["/proc/self/fd"], 5, "no input files; looked for .jsonl"),
@@ -108,6 +114,21 @@ def test_a_fault_ends_in_one_sentence_and_its_code(
     assert captured.err.count("\n") == 1
     assert captured.out == ""
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
+
+
+def test_names_of_any_bytes_are_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff name.jsonl")
+    Path(name).write_text('{"text": "a"}\n')
+    assert main([name, "--output-prefix", str(tmp_path / "out")]) == 0
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents == 1
+    assert main([name + ".gone"]) == 5
+    assert "no such input file" in capsys.readouterr().err
+
+
+def test_a_folder_in_the_way_is_told_before_the_work(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus.with_name("corpus_text_document.idx").mkdir()
+    assert main([str(corpus)]) == 2
+    assert "corpus_text_document.idx: is a folder where a file is to be written" in capsys.readouterr().err
 
 
 def test_no_documents_is_exit_code_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
