@@ -22,7 +22,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kill") / "in.jsonl"
     words = [f"word{number}" for number in range(5000)]
     draw = random.Random(5)
-    path.write_text("".join(json.dumps({"text": " ".join(draw.choices(words, k=400))}) + "\n" for _ in range(2500)))
+    path.write_text("".join(json.dumps({"text": " ".join(draw.choices(words, k=400))}) + "\n" for _ in range(2500)) * 4)
     return path
 
 
@@ -75,11 +75,11 @@ def test_sigkill_at_any_time_leaves_no_index_and_the_same_command_goes_on(corpus
     for number in range(8):
         remove_results(corpus)
         for _ in range(1 + number % 3):
-            job = start(corpus, "--journal-every", "0.05")
+            job = start(corpus, "--journal-every", "0")
             wait_for_staging(corpus, job)
             while number % 2 and not journal.exists() and job.poll() is None:
                 time.sleep(0.002)
-            time.sleep(draw.uniform(0, 0.4))
+            time.sleep(draw.uniform(0, 0.25))
             job.kill()
             job.communicate()
             if job.returncode == 0:
@@ -127,7 +127,7 @@ def test_an_input_that_changed_is_not_gone_on_with(corpus: Path, tmp_path: Path)
     job = start(mine, "--restart")
     out, _ = job.communicate(timeout=60)
     assert job.returncode == 0
-    assert "documents  2,501" in out
+    assert "documents  10,001" in out
 
 
 @pytest.mark.parametrize(

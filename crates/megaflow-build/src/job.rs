@@ -43,7 +43,8 @@ enum Event {
 
 type Placed = (u64, Event);
 
-/// Runs a job. `progress` is called on this thread about ten times a second; `Break` stops the job.
+/// Runs a job. `progress` is called on this thread at the start, about ten times a second, and when all is read; `Break` stops
+/// the job.
 ///
 /// # Errors
 /// [`BuildError`]; nothing is then left under a final name, and an older result under the same names is unharmed. If the
@@ -220,6 +221,9 @@ fn write_in_order(
     permit: Sender<()>,
     progress: &mut dyn FnMut(&Progress) -> ControlFlow<()>,
 ) -> Result<(), BuildError> {
+    if progress(&output.progress()).is_break() {
+        return Err(BuildError::Interrupted);
+    }
     let mut waiting = BTreeMap::new();
     let mut next = 0;
     let mut last_report = Instant::now();
@@ -229,7 +233,10 @@ fn write_in_order(
                 waiting.insert(place, event);
             }
             Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            Err(RecvTimeoutError::Disconnected) => {
+                let _ = progress(&output.progress()); // all is done: too late to stop
+                return Ok(());
+            }
         }
         while let Some(event) = waiting.remove(&next) {
             next += 1;

@@ -27,7 +27,8 @@ pub(crate) struct JobName {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct InputName {
-    path: PathBuf,
+    /// Lossy where the name is not UTF-8: size and time of change tell such files apart.
+    path: String,
     range: Option<(u64, u64)>,
     bytes: Option<u64>,
     modified_ns: Option<u128>,
@@ -40,7 +41,7 @@ impl JobName {
             let modified = fs::metadata(input.source.name()).and_then(|metadata| metadata.modified()).ok();
             let since = modified.and_then(|time| time.duration_since(std::time::UNIX_EPOCH).ok());
             inputs.push(InputName {
-                path: input.source.name().to_owned(),
+                path: input.source.name().to_string_lossy().into_owned(),
                 range: input.range.as_ref().map(|range| (range.start, range.end)),
                 bytes: input.source.size_bytes()?,
                 modified_ns: since.map(|time| time.as_nanos()),
@@ -76,7 +77,7 @@ impl JobName {
             return Some(format!("it had {} inputs, this one has {}", self.inputs.len(), now.inputs.len()));
         }
         let pair = self.inputs.iter().zip(&now.inputs).find(|(before, now)| before != now)?;
-        let (before, now) = (pair.0.path.display(), pair.1.path.display());
+        let (before, now) = (&pair.0.path, &pair.1.path);
         let same_path = pair.0.path == pair.1.path;
         Some(if same_path { format!("{now} has changed since") } else { format!("it read {before}, this one {now}") })
     }
