@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -149,6 +150,18 @@ def test_a_wrong_environment_is_one_sentence(
     assert code == 2
     assert words in err
     assert len(err.splitlines()) == len(list_errors(err)) == 1
+
+
+def test_ranks_that_cannot_meet_are_one_sentence(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        code, _, err = run(PLAIN, [*TINY, *LENGTH, "--data-path", prefix])
+    assert code == 1
+    (line,) = list_errors(err)
+    assert line.startswith("error: the ranks did not meet: ")
+    assert "Traceback" not in err
 
 
 def test_without_the_package_one_sentence_says_what_to_do() -> None:
