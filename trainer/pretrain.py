@@ -9,10 +9,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from megaflow.errors import MegaflowError
-from megaflow_trainer.config import format_help, read_command
+try:
+    from megaflow.errors import ConfigError, MegaflowError
+    from megaflow_trainer.config import format_help, read_command
+    from megaflow_trainer.training.orphan import end_with_launcher
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"error: {missing.name} is not installed for {sys.executable}; run `make build` in the checkout once, "
+        "then `. .venv/bin/activate`"
+    )
 
 EXIT_BAD_CONFIG = 2
 PATIENCE_S = 5.0
@@ -20,19 +27,55 @@ PATIENCE_S = 5.0
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; returns the exit code (see --help)."""
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if "--help" in argv or "-h" in argv:
-        if rank == 0:
-            print(format_help())
-        return 0
+    end_with_launcher(os.environ)
+    rank = 0
     try:
+        rank, world_size, local_rank = read_place(os.environ)
+        if "--help" in argv or "-h" in argv:
+            if rank == 0:
+                print(format_help())
+            return 0
         config, notes = read_command(argv, world_size=world_size)
     except MegaflowError as error:
         say_early(str(error), rank=rank)
         return EXIT_BAD_CONFIG
-    from megaflow_trainer.training.launch import launch  # only now: a fault in the flags does not wait for torch
+    try:
+        from megaflow_trainer.training.launch import launch  # only now: a fault in the flags does not wait for torch
+    except ModuleNotFoundError as missing:
+        say_early(f"{missing.name} is not installed; run `make build`, then `. .venv/bin/activate`", rank=rank)
+        return EXIT_BAD_CONFIG
 
-    return launch(config, notes, rank=rank, world_size=world_size, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    return launch(config, notes, rank=rank, world_size=world_size, local_rank=local_rank)
+
+
+def read_place(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Rank, number of ranks and rank on this machine, as the launcher says them; a single process needs none.
+
+    Raises:
+        ConfigError: naming the variable that is missing or wrong.
+    """
+    size = _read_number(environment, "WORLD_SIZE", 1, at_least=1)
+    rank = _read_number(environment, "RANK", 0)
+    if size > 1:
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
+        if missing:
+            raise ConfigError(
+                f"WORLD_SIZE={size} without {', '.join(missing)}: start the ranks by torchrun, or unset WORLD_SIZE"
+            )
+        _read_number(environment, "MASTER_PORT", 0)
+    if rank >= size:
+        raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={size}; start the ranks by torchrun, or unset both")
+    return rank, size, _read_number(environment, "LOCAL_RANK", 0)
+
+
+def _read_number(environment: Mapping[str, str], name: str, default: int, *, at_least: int = 0) -> int:
+    text = environment.get(name, str(default))
+    if not (text.isascii() and text.isdigit()) or int(text) < at_least:
+        raise ConfigError(
+            f"the environment says {name}={text}: expected a whole number >= {at_least}; "
+            f"start the ranks by torchrun, or unset {name}"
+        )
+    return int(text)
 
 
 def say_early(message: str, *, rank: int) -> None:

@@ -27,7 +27,7 @@ from megaflow_trainer.training.run import build_model
 from megaflow_trainer.training.step import train_step
 from megaflow_trainer.training.stop import StopVote
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 GLOBAL_BATCH, STEPS, SEQ_LEN, EOD = 8, 5, 16, 0
 

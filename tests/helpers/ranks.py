@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-START_S, ANSWER_S = 120.0, 90.0
+START_S, ANSWER_S = 300.0, 300.0
 
 
 class RankPool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,9 @@ import pytest
 from helpers.pairs import write_pair
 from helpers.runs import TINY, read_curve, read_metrics
 
+pytestmark = pytest.mark.timeout(1200)  # several runs a test, on machines that may be busy
+
+WAIT_S = 300
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH = ("--train-iters", "8", "--global-batch-size", "4", "--micro-batch-size", "2")
 PLAIN = (sys.executable, "trainer/pretrain.py")
@@ -37,7 +41,7 @@ def start(program: Sequence[str], flags: Sequence[str]) -> subprocess.Popen[str]
 
 def run(program: Sequence[str], flags: Sequence[str]) -> tuple[int, str, str]:
     process = start(program, flags)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=WAIT_S)
     return process.returncode, out, err
 
 
@@ -94,6 +98,8 @@ def test_the_old_launcher_and_the_old_names_are_doors(prefix: str, tmp_path: Pat
         (("--use-flash-attn",), 1, "flash attention needs a CUDA GPU"),
         (("--vocab-file", "/nowhere/vocab.json", "--merge-file", "/nowhere/merges.txt"), 1, "/nowhere/vocab.json"),
         (("--save", "/dev/null/checkpoints"), 1, "cannot be written"),
+        (("--config", "."), 2, "--config .: expected a YAML recipe, but: Is a directory"),
+        (("--config", "/proc/self/exe"), 2, "--config /proc/self/exe: "),
     ],
 )
 def test_a_fault_is_one_sentence_without_traceback(
@@ -113,6 +119,57 @@ def test_a_fault_of_all_ranks_is_said_once(prefix: str, flags: tuple[str, ...]) 
     assert code != 0
     assert len(list_errors(err)) == 1
     assert list_errors(err)[0].startswith("error: ")
+    ours, _, report = err.partition("Traceback (most recent call last)")
+    assert list_errors(ours) == list_errors(err)  # said before the report that torchrun adds
+    assert "Traceback" not in report
+    assert report == "" or "ChildFailedError" in report
+
+
+@pytest.mark.parametrize(
+    "variables, words",
+    [
+        ({"RANK": "x"}, "the environment says RANK=x: expected a whole number >= 0"),
+        ({"WORLD_SIZE": "many"}, "the environment says WORLD_SIZE=many: expected a whole number >= 1"),
+        ({"WORLD_SIZE": "0"}, "the environment says WORLD_SIZE=0"),
+        ({"LOCAL_RANK": "-1"}, "the environment says LOCAL_RANK=-1"),
+        ({"RANK": "1"}, "RANK=1 must be below WORLD_SIZE=1"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK, MASTER_ADDR, MASTER_PORT: start the ranks by torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "WORLD_SIZE=2 without MASTER_ADDR: start"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
+            "the environment says MASTER_PORT=x",
+        ),
+    ],
+)
+def test_a_wrong_environment_is_one_sentence(
+    prefix: str, variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = run(PLAIN, [*TINY, *LENGTH, "--data-path", prefix])
+    assert code == 2
+    assert words in err
+    assert len(err.splitlines()) == len(list_errors(err)) == 1
+
+
+def test_ranks_that_cannot_meet_are_one_sentence(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        code, _, err = run(PLAIN, [*TINY, *LENGTH, "--data-path", prefix])
+    assert code == 1
+    (line,) = list_errors(err)
+    assert line.startswith("error: the ranks did not meet: ")
+    assert "Traceback" not in err
+
+
+def test_without_the_package_one_sentence_says_what_to_do() -> None:
+    code, out, err = run((sys.executable, "-I", "-S", "trainer/pretrain.py"), ["--help"])
+    assert (code, out) == (1, "")
+    assert "megaflow is not installed" in err
+    assert "run `make build` in the checkout once, then `. .venv/bin/activate`" in err
+    assert len(err.splitlines()) == len(list_errors(err)) == 1
 
 
 def test_help_needs_neither_data_nor_torch() -> None:
@@ -145,7 +202,7 @@ def test_sigterm_saves_the_step_and_ends_with_its_own_code(prefix: str, tmp_path
     process = start(PLAIN, flags)
     wait_for_line(process, "iteration 5/")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, err) == (75, "")
     step = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     assert f"stopped by SIGTERM after iteration {step}" in out
@@ -158,7 +215,7 @@ def test_sigterm_to_the_launcher_saves_once_and_the_run_goes_on(prefix: str, tmp
     process = start(TORCHRUN, flags)
     wait_for_line(process, "iteration 5/")
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=WAIT_S)
     step = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
     assert out.count(f"stopped by SIGTERM after iteration {step}") == 1
     assert list_errors(err) == []
@@ -170,7 +227,7 @@ def test_ctrl_c_is_one_sentence(prefix: str, tmp_path: Path) -> None:
     process = start(PLAIN, flags)
     wait_for_line(process, "iteration 5/")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130
     assert err.splitlines() == ["error: interrupted; nothing was saved: give --save to be able to go on"]
 
@@ -185,10 +242,57 @@ def test_when_one_rank_dies_all_end_soon_and_not_with_success(prefix: str, tmp_p
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)
     began = time.monotonic()
-    process.communicate(timeout=60)
+    process.communicate(timeout=WAIT_S)
     assert process.returncode != 0
-    assert time.monotonic() - began < 30
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert time.monotonic() - began < 120
+    assert not any(is_running(rank) for rank in ranks)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for the ranks in /proc")
+def test_ranks_end_with_a_launcher_that_was_killed_and_the_same_command_goes_on(prefix: str, tmp_path: Path) -> None:
+    flags = [*TINY, *LENGTH[2:], "--data-path", prefix, "--save-interval", "3", "--save", str(tmp_path)]
+    flags = [*flags, "--train-iters", "100000"]
+    process = start(TORCHRUN, flags)
+    wait_for_line(process, "saved iteration 3 ")
+    ranks = find_children(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.communicate(timeout=WAIT_S)  # the ranks hold the pipe: it closes when they are gone
+    deadline = time.monotonic() + 60
+    while any(is_running(rank) for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(is_running(rank) for rank in ranks)
+    step = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    process = start(TORCHRUN, flags)
+    wait_for_line(process, f"going on after iteration {step}")
+    wait_for_line(process, f"iteration {step + 1}/")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert list_errors(err) == []
+
+
+@pytest.mark.dist
+def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(prefix: str, tmp_path: Path) -> None:
+    flags = [*TINY, *LENGTH[2:], "--data-path", prefix, "--train-iters", "100000", "--save", str(tmp_path)]
+    process = start(PLAIN, flags)
+    wait_for_line(process, "iteration 5/")
+    code, _, err = run(TORCHRUN, flags)
+    assert code != 0
+    (line,) = list_errors(err)
+    assert f"another run (process {process.pid} on " in line
+    assert "wait until it has ended, or choose another --save" in line
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, err) == (75, "")
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there and not merely waiting to be collected."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def find_children(parent: int) -> list[int]:

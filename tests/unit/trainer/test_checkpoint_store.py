@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def write(root: Path, step: int) -> Path:
 
 
 def find_step(root: Path) -> int | None:
-    path = store.find_checkpoint(root)
+    path = store.find_checkpoint(root).path
     return None if path is None else store.read_state(path)["iteration"]
 
 
@@ -123,16 +124,82 @@ def lose_state(path: Path) -> None:
     (path / "state.json").unlink()
 
 
-@pytest.mark.parametrize("damage", [cut, lose, break_state, odd_state, lose_state])
-def test_a_damaged_step_is_passed_over(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    write(tmp_path, 5)
+def flip(path: Path) -> None:
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+def change_state(path: Path, **entries: object) -> None:
+    """A state with other entries and the right sum, as another program might write it; None leaves an entry out."""
+    state = json.loads((path / "state.json").read_text()) | entries
+    state = {name: value for name, value in state.items() if value is not None and name != "sha256"}
+    (path / "state.json").write_text(json.dumps({**state, "sha256": store.sum_state(state)}))
+
+
+def edit_state(path: Path) -> None:
+    (path / "state.json").write_text((path / "state.json").read_text().replace('"note": 10', '"note": 11'))
+
+
+def binary_state(path: Path) -> None:
+    (path / "state.json").write_bytes(b"\xff\xfe")
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (cut, "model.safetensors has 95 bytes instead of 96"),
+    (flip, "model.safetensors is damaged"),
+    (lose, "rng.safetensors is missing"),
+    (break_state, "state.json is damaged: not JSON"),
+    (binary_state, "state.json is damaged: not JSON"),
+    (odd_state, "state.json is damaged: not a mapping"),
+    (lose_state, "state.json is missing"),
+    (edit_state, "state.json is damaged: it was changed"),
+    (lambda path: change_state(path, iteration="ten"), "iteration is missing or not of type int"),
+    (lambda path: change_state(path, iteration=7), "state.json is of iteration 7"),
+    (lambda path: change_state(path, files=None), "files is missing or not of type dict"),
+    (lambda path: change_state(path, files={"model": 96}), "files.model does not give bytes and sha256"),
+    (lambda path: change_state(path, files={}), "files does not list model"),
+    (lambda path: change_state(path, note=None), "note is missing or not of type int"),
+    (lambda path: change_state(path, note="x"), "note is missing or not of type int"),
+    (shutil.rmtree, "there is no such folder"),
+]
+CONTENTS = store.Contents(files=("model", "rng"), entries={"note": int})
+
+
+@pytest.mark.parametrize("damage, reason", DAMAGES)
+def test_a_damaged_step_is_passed_over_and_told(tmp_path: Path, damage: Callable[[Path], object], reason: str) -> None:
+    good, bad = write(tmp_path, 5), write(tmp_path, 10)
+    damage(bad)
+    found = store.find_checkpoint(tmp_path, CONTENTS)
+    assert found.path == good
+    (line,) = found.passed_over
+    assert line.startswith(f"{bad}: ")
+    assert reason in line
+
+
+@pytest.mark.parametrize("damage, reason", DAMAGES)
+def test_with_none_left_a_fresh_start_is_refused(tmp_path: Path, damage: Callable[[Path], object], reason: str) -> None:
     damage(write(tmp_path, 10))
-    assert find_step(tmp_path) == 5
+    with pytest.raises(CheckpointError, match="move the folder away, or choose another --save") as caught:
+        store.find_checkpoint(tmp_path, CONTENTS)
+    assert reason in str(caught.value)
+
+
+def test_a_folder_of_another_program_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+        store.find_checkpoint(tmp_path)
 
 
 def test_a_folder_without_checkpoints_gives_none(tmp_path: Path) -> None:
-    assert store.find_checkpoint(tmp_path) is None
-    assert store.find_checkpoint(tmp_path / "missing") is None
+    for root in (tmp_path, tmp_path / "missing"):
+        assert store.find_checkpoint(root) == store.Found(None, ())
+
+
+def test_a_first_checkpoint_that_was_cut_short_is_a_fresh_start(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000005.writing").mkdir()
+    assert store.find_checkpoint(tmp_path) == store.Found(None, ())
 
 
 def test_another_shape_names_the_tensor_and_both_shapes(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from megaflow.errors import ConfigError, MissingFileError
+from megaflow.errors import ConfigError, FileAccessError, MissingFileError
 from megaflow_trainer.config import TrainConfig, fields, format_help, read_command
 from megaflow_trainer.config.batch import solve_batch
 from megaflow_trainer.config.command import list_flag_names, parse_flags
 from megaflow_trainer.config.flags import FLAGS, LEGACY, NOT_BUILT, Flag
+from megaflow_trainer.config.help import DERIVED
 from megaflow_trainer.config.sections import BatchSizes, StepConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -237,6 +238,38 @@ def test_a_missing_or_broken_recipe_is_one_sentence(tmp_path: Path) -> None:
     assert "not YAML" in fault("--config", str(tmp_path / "bad.yaml"))
     (tmp_path / "list.yaml").write_text("- 1")
     assert "expected sections with fields, found list" in fault("--config", str(tmp_path / "list.yaml"))
+
+
+def test_a_recipe_that_is_no_text_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(FileAccessError, match="expected a YAML recipe, but: Is a directory"):
+        read_command(["--config", str(tmp_path)], world_size=1)
+    for content in (b"\xff\xfe\x00", b"\x7fELF\x02\x00\x00\xb0"):
+        (tmp_path / "binary.yaml").write_bytes(content)
+        assert fault("--config", str(tmp_path / "binary.yaml")).startswith(f"--config {tmp_path}/binary.yaml: ")
+
+
+FLOATS = [flag.name for flag in FLAGS if fields.list_fields()[flag.field].kind is float]
+
+
+@pytest.mark.parametrize("flag", FLOATS)
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e400", "Infinity"])
+def test_a_number_that_is_not_finite_is_refused(flag: str, value: str) -> None:
+    assert fault(flag, value) == f"{flag} takes a finite number, got {value!r}"
+
+
+@pytest.mark.parametrize("split", ["inf,1,1", "nan,1,1", "1,nan,1", "1e400"])
+def test_weights_that_are_not_finite_are_refused(split: str) -> None:
+    assert "must be up to three weights such as 969,30,1" in fault("--split", split)
+
+
+def test_help_says_derived_only_of_what_is_derived() -> None:
+    text = " ".join(format_help().split())
+    assert text.count("[derived]") == sum(flag.field in DERIVED and not flag.is_switch for flag in FLAGS)
+    for name in DERIVED:
+        assert fields.list_fields()[name].default is None
+    assert "A tokenizer.json, or the folder with one. [none]" in text
+    assert "the first that fits" in text.lower()
+    assert "torchrun adds a report of its own; the `error:` line before it is the reason" in text
 
 
 def test_the_resolved_configuration_reads_back_as_itself() -> None:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from helpers.pairs import write_pair
 from helpers.runs import SHAPE, read_curve, read_metrics, read_tensors, run_tiny
-from megaflow.errors import CheckpointError, ConfigError, FileAccessError, MissingFileError, TokenizerError
+from megaflow.errors import (
+    CheckpointError,
+    ConfigError,
+    DataFormatError,
+    FileAccessError,
+    MissingFileError,
+    TokenizerError,
+)
+from megaflow_trainer.training import run
 from megaflow_trainer.training.clock import PHASES
 
 STEPS = 6
+PAUSE_S = 0.5
 LENGTH = ("--train-iters", str(STEPS), "--global-batch-size", "4", "--micro-batch-size", "2")
 DROPOUT = ("--hidden-dropout", "0.2", "--attention-dropout", "0.2", "--eod-mask-loss")
 
@@ -233,3 +245,121 @@ def test_a_vocabulary_smaller_than_the_datas_is_refused(tmp_path: Path) -> None:
     made = write_sidecar(tmp_path / "d", vocab_size=90)
     with pytest.raises(ConfigError, match="--vocab-size 64 is less than the 90 tokens of the data's tokenizer"):
         run_tiny(made, [*LENGTH, "--run-dir", str(tmp_path)])
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_step_is_told_and_the_one_before_is_taken(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*LENGTH, "--save", str(tmp_path), "--save-interval", "3"]
+    run_tiny(prefix, flags)
+    straight = read_curve(tmp_path)
+    flip_byte(tmp_path / "iter_0000006" / "optimizer.safetensors")
+    run_tiny(prefix, flags)
+    out = capsys.readouterr().out
+    assert f" passed over {tmp_path}/iter_0000006: optimizer.safetensors is damaged" in out
+    assert "going on after iteration 3" in out
+    assert read_curve(tmp_path) == straight
+
+
+def test_with_only_damaged_steps_the_run_does_not_begin_anew(prefix: str, tmp_path: Path) -> None:
+    flags = [*LENGTH, "--save", str(tmp_path)]
+    run_tiny(prefix, flags)
+    flip_byte(tmp_path / "iter_0000006" / "model.safetensors")
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    for place in (flags, [*LENGTH, "--load", str(tmp_path), "--run-dir", str(tmp_path / "other")]):
+        with pytest.raises(CheckpointError, match="move the folder away, or choose another --save"):
+            run_tiny(prefix, place)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_fresh_start_begins_a_fresh_file_and_keeps_the_old_one(prefix: str, tmp_path: Path) -> None:
+    for seed in ("1", "2", "3"):
+        run_tiny(prefix, [*LENGTH, "--seed", seed, "--run-dir", str(tmp_path)])
+    names = ["metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.glob("metrics*")) == names
+    contents = [(tmp_path / name).read_text().splitlines() for name in names]
+    assert [len(lines) for lines in contents] == [STEPS] * 3
+    assert len({lines[0] for lines in contents}) == 3
+
+
+def test_a_resumed_run_writes_no_iteration_twice(prefix: str, tmp_path: Path) -> None:
+    flags = [*LENGTH, "--save", str(tmp_path), "--save-interval", "3", "--split", "80,20,0"]
+    flags = [*flags, "--eval-interval", "2", "--eval-iters", "1"]
+    run_tiny(prefix, flags)
+    curve, valid = read_curve(tmp_path), read_metrics(tmp_path, "valid_loss")
+    shutil.rmtree(tmp_path / "iter_0000006")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 3, "lm_l')  # what a kill may leave
+    run_tiny(prefix, flags)
+    assert read_curve(tmp_path) == curve
+    assert read_metrics(tmp_path, "valid_loss") == valid
+
+
+def test_a_metrics_file_that_cannot_be_written_is_said(prefix: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(FileAccessError, match=r"metrics\.jsonl: cannot be written: .*; choose another --run-dir"):
+        run_tiny(prefix, [*LENGTH, "--run-dir", str(tmp_path)])
+
+
+def test_evaluation_and_saving_are_not_in_the_step_time(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, save = run.evaluate, run.save_checkpoint
+
+    def slow(function: Callable[..., Any]) -> Callable[..., Any]:
+        def paused(*args: Any) -> Any:
+            time.sleep(PAUSE_S)
+            return function(*args)
+
+        return paused
+
+    monkeypatch.setattr(run, "evaluate", slow(evaluate))
+    monkeypatch.setattr(run, "save_checkpoint", slow(save))
+    flags = [*LENGTH, "--save", str(tmp_path), "--split", "80,20,0", "--eval-iters", "1"]
+    run_tiny(prefix, [*flags, "--save-interval", "1", "--eval-interval", "1"])
+    later = read_metrics(tmp_path)[1:]  # the pauses after a step fall into the next interval
+    assert len(later) == STEPS - 1
+    for row in later:
+        assert row["eval_s"] >= PAUSE_S
+        assert row["checkpoint_s"] >= PAUSE_S
+    assert min(row["step_time_s"] for row in later) < PAUSE_S
+    assert min(row["other_s"] for row in later) < PAUSE_S
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"\xff\xfe{}", "expected a sidecar in UTF-8, byte 0 is not"),
+        (b'{"format_version": 1, "tokenizer": {}}', "expected a text as `tokenizer.type`, found 'nothing'"),
+        (b'{"format_version": 1, "tokenizer": "gpt2"}', "expected an object as `tokenizer`, found 'gpt2'"),
+        (b'{"format_version": 1, "tokenizer": {"type": "t", "fingerprint": 1}}', "`tokenizer.fingerprint`, found 1"),
+        (
+            b'{"format_version": 1, "tokenizer": {"type": "t", "fingerprint": "f"}}',
+            "a number as `tokenizer.vocab_size`",
+        ),
+        (
+            b'{"format_version": 1, "tokenizer": {"type": "t", "fingerprint": "f", "vocab_size": 64, "eod_id": "x"}}',
+            "a number as `tokenizer.eod_id`, found 'x'",
+        ),
+    ],
+)
+def test_a_damaged_sidecar_is_one_sentence(tmp_path: Path, content: bytes, words: str) -> None:
+    made = write_pair(tmp_path / "d")
+    Path(f"{made}.json").write_bytes(content)
+    with pytest.raises(DataFormatError) as caught:
+        run_tiny(made, [*LENGTH, "--run-dir", str(tmp_path)])
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(f"{made}.json: ")
+
+
+def test_text_instead_of_tokens_gets_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(DataFormatError, match=f"preprocess it first: .*c.jsonl`, then --data-path {tmp_path}/c$"):
+        run_tiny(str(tmp_path / "c.jsonl"), [*LENGTH, "--run-dir", str(tmp_path)])

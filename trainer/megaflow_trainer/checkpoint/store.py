@@ -1,17 +1,20 @@
 """One checkpoint is one folder, `iter_0000010/`, of safetensors files and `state.json`.
 
 A folder under its final name is complete: it was written aside, flushed to the disk and renamed. `state.json` lists the
-files with their sizes, so that a folder that was damaged later is known too. `latest_checkpointed_iteration.txt` names
-the one to go on from; if it is missing or wrong, the last complete folder is taken.
+files with their sizes and SHA-256 sums, and holds a sum of itself: a folder that was damaged later is known too.
+`latest_checkpointed_iteration.txt` names the one to go on from; if it is missing or wrong, or that folder is damaged,
+the last good one is taken, and what was passed over is told.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,24 @@ from megaflow.errors import CheckpointError, FileAccessError
 POINTER = "latest_checkpointed_iteration.txt"
 _STATE = "state.json"
 _ASIDE = ".writing"
+_SUM = "sha256"
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint must hold to be of use: files by name, entries of the state by name and type."""
+
+    files: Sequence[str] = ()
+    entries: Mapping[str, type] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The checkpoint to go on from, if there is one, and a line for each that was passed over, with the reason."""
+
+    path: Path | None
+    passed_over: tuple[str, ...]
 
 
 def prepare_folder(root: Path) -> None:
@@ -60,8 +81,9 @@ def write_checkpoint(root: Path, step: int, files: Mapping[str, Mapping[str, Ten
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        sizes = {name: _write_tensors(aside / f"{name}.safetensors", tensors) for name, tensors in files.items()}
-        _write_text(aside / _STATE, json.dumps({**state, "iteration": step, "files": sizes}, indent=1))
+        listed = {name: _write_tensors(aside / f"{name}.safetensors", tensors) for name, tensors in files.items()}
+        whole = {**state, "iteration": step, "files": listed}
+        _write_text(aside / _STATE, json.dumps({**whole, _SUM: sum_state(whole)}, indent=1))
         _flush_folder(aside)
         shutil.rmtree(final, ignore_errors=True)  # only a folder that the pointer does not name can be in the way
         aside.rename(final)
@@ -74,27 +96,107 @@ def write_checkpoint(root: Path, step: int, files: Mapping[str, Mapping[str, Ten
     return final
 
 
-def find_checkpoint(root: Path) -> Path | None:
-    """The checkpoint to go on from: the one the pointer names if it is complete, else the last complete one."""
-    named = _read_pointer(root)
-    found = sorted(path for path in root.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", path.name))
+def find_checkpoint(root: Path, contents: Contents = Contents()) -> Found:
+    """Look for the checkpoint to go on from: the one the pointer names if it is good, else the last good one.
+
+    Every byte of those that are looked at is read and compared with its sum.
+
+    Raises:
+        CheckpointError: if there are checkpoints, or a pointer to one, and none is good: a fresh start would overwrite
+            what may still be saved by hand.
+    """
+    named, passed_over = _read_pointer(root)
+    found = [path for path in root.glob("iter_*") if not path.name.endswith(_ASIDE)]
     order = [root / f"iter_{named:07d}"] if named is not None else []
-    order += sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
-    return next((path for path in order if is_complete(path)), None)
+    order += [path for path in sorted(found, key=_count_iterations, reverse=True) if path not in order]
+    for path in order:
+        fault = find_damage(path, contents)
+        if fault is None:
+            return Found(path, tuple(passed_over))
+        passed_over.append(f"{path}: {fault}")
+    if passed_over:
+        raise CheckpointError(
+            f"{root}: none of its checkpoints can be loaded ({'; '.join(passed_over)}); "
+            "move the folder away, or choose another --save"
+        )
+    return Found(None, ())
 
 
-def is_complete(path: Path) -> bool:
-    """Whether a folder holds a readable state and every file it lists, each of the size it says."""
+def find_damage(path: Path, contents: Contents = Contents()) -> str | None:
+    """Why a folder is not a good checkpoint; None if it is one."""
+    if not path.is_dir():
+        return "there is no such folder"
     try:
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        return all((path / f"{name}.safetensors").stat().st_size == size for name, size in state["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+        fault = _find_fault(state, contents)
+        if fault is not None:
+            return f"{_STATE} is damaged: {fault}"
+        if state["iteration"] != _count_iterations(path):
+            return f"{_STATE} is of iteration {state['iteration']}"
+        for name, listed in state["files"].items():
+            file = path / f"{name}.safetensors"
+            if not file.is_file():
+                return f"{file.name} is missing"
+            if file.stat().st_size != listed["bytes"]:
+                return f"{file.name} has {file.stat().st_size} bytes instead of {listed['bytes']}"
+            if _sum_file(file) != listed[_SUM]:
+                return f"{file.name} is damaged: its bytes are not those that were written"
+    except FileNotFoundError:
+        return f"{_STATE} is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (ValueError, RecursionError):  # not JSON, not UTF-8
+        return f"{_STATE} is damaged: not JSON"
+    return None
+
+
+def _find_fault(state: Any, contents: Contents) -> str | None:
+    """What is wrong with the content of a state."""
+    if not isinstance(state, dict):
+        return "not a mapping"
+    for name, kind in {"iteration": int, "files": dict, _SUM: str, **contents.entries}.items():
+        if not isinstance(state.get(name), kind):
+            return f"{name} is missing or not of type {kind.__name__}"
+    for name, listed in state["files"].items():
+        if not isinstance(listed, dict) or not {"bytes", _SUM} <= listed.keys():
+            return f"files.{name} does not give bytes and {_SUM}"
+    for name in contents.files:
+        if name not in state["files"]:
+            return f"files does not list {name}"
+    if state[_SUM] != sum_state({name: value for name, value in state.items() if name != _SUM}):
+        return "it was changed after it was written"
+    return None
+
+
+def _count_iterations(path: Path) -> int:
+    """The number in the name of a checkpoint's folder; -1 if there is none."""
+    match = re.fullmatch(r"iter_(\d{7,18})", path.name, re.ASCII)
+    return int(match[1]) if match else -1
+
+
+def sum_state(state: Mapping[str, Any]) -> str:
+    """The sum of a state's content, however the file is laid out."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _sum_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What was saved beside the tensors."""
-    state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    """What was saved beside the tensors, of a checkpoint that `find_checkpoint` has found good.
+
+    Raises:
+        CheckpointError: if it cannot be read any more.
+    """
+    try:
+        state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / _STATE} cannot be read: {error}") from None
     return state
 
 
@@ -132,14 +234,15 @@ def fill_tensors(targets: Mapping[str, Tensor], source: Mapping[str, Tensor], pa
         target.copy_(source[name])
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> int:
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Write one file; returns what the state says of it."""
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
     except SafetensorError as error:  # what it raises on a full disk, too
         raise OSError(str(error)) from None
     with path.open("rb+") as file:
         os.fsync(file.fileno())
-    return path.stat().st_size
+    return {"bytes": path.stat().st_size, _SUM: _sum_file(path)}
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -157,11 +260,18 @@ def _flush_folder(path: Path) -> None:
         os.close(handle)
 
 
-def _read_pointer(root: Path) -> int | None:
+def _read_pointer(root: Path) -> tuple[int | None, list[str]]:
+    """The iteration that the pointer names, and a line if there is a pointer that names none."""
+    path = root / POINTER
     try:
-        return int((root / POINTER).read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None, []
     except (OSError, ValueError):
-        return None
+        text = ""
+    if text.isascii() and text.isdigit() and len(text) <= 18:
+        return int(text), []
+    return None, [f"{path}: does not name an iteration"]
 
 
 def _cannot_write(path: Path, error: OSError) -> FileAccessError:

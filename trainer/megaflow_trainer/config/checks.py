@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.batch import solve_batch
 from megaflow_trainer.config.sections import ModelConfig, ParallelConfig, ScheduleConfig, TrainConfig
@@ -97,7 +99,7 @@ def check_data(config: TrainConfig) -> list[str]:
         weights = [float(part) for part in config.data.split.split(",")]
     except ValueError:
         weights = []
-    if len(weights) not in (1, 2, 3) or min(weights) < 0 or sum(weights) <= 0:
+    if len(weights) not in (1, 2, 3) or not min(weights) >= 0 or not 0 < sum(weights) < math.inf:
         faults.append(f"data.split must be up to three weights such as 969,30,1, got {config.data.split!r}")
     return faults
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -61,9 +62,12 @@ def convert(field: Field, value: Any, spelled: str) -> Any:
     if value is None and field.is_optional:
         return None
     try:
-        return _CONVERT[field.kind](value)
-    except (ValueError, TypeError):
+        converted = _CONVERT[field.kind](value)
+    except (ValueError, TypeError, OverflowError):
         raise ConfigError(f"{spelled} takes {_KIND_NAMES[field.kind]}, got {value!r}") from None
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise ConfigError(f"{spelled} takes a finite number, got {value!r}")
+    return converted
 
 
 def _to_int(value: Any) -> int:

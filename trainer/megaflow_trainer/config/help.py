@@ -7,6 +7,12 @@ import textwrap
 from megaflow_trainer.config import fields
 from megaflow_trainer.config.flags import FLAGS, LEGACY, NOT_BUILT
 
+DERIVED = (
+    *("num_steps", "model.ffn_dim", "model.max_positions", "model.vocab_size", "parallel.backend", "log.run_dir"),
+    *("step.micro_batch_size", "step.global_batch_size", "step.num_micro_batches", "schedule.decay_steps"),
+)
+"""Fields without a default of their own that follow from other settings, the data or the machine if not given."""
+
 
 def format_help() -> str:
     """Usage, flags grouped by section, and what is accepted or refused."""
@@ -16,7 +22,7 @@ def format_help() -> str:
         lines += [f"{section or 'run'}: {(owner.__doc__ or '').strip()}"]
         for flag in FLAGS:
             if flag.field.rpartition(".")[0] == section:
-                default = "" if flag.is_switch else f" [{_show(known[flag.field].default)}]"
+                default = "" if flag.is_switch else f" [{_show(flag.field, known[flag.field].default)}]"
                 value = f" (sets {flag.constant})" if flag.is_switch else ""
                 lines += textwrap.wrap(
                     f"{docs[flag.field]}{value}{default}",
@@ -28,12 +34,13 @@ def format_help() -> str:
     lines += ["accepted without effect: " + ", ".join(flag.name for flag in LEGACY if flag.why), ""]
     lines += ["not in this version: " + "; ".join(item.feature for item in NOT_BUILT), ""]
     lines += [
-        "exit codes: 0 finished, 1 fault, 2 fault of the configuration, 75 stopped by SIGTERM and saved, 130 Ctrl-C"
+        "exit codes: 0 finished, 1 fault, 2 fault of the configuration, 75 stopped by SIGTERM and saved, 130 Ctrl-C",
+        "after a fault torchrun adds a report of its own; the `error:` line before it is the reason",
     ]
     return "\n".join(lines)
 
 
-def _show(default: object) -> str:
+def _show(name: str, default: object) -> str:
     if default is None:
-        return "derived"
+        return "derived" if name in DERIVED else "none"
     return " ".join(default) or "none" if isinstance(default, tuple) else str(default)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megaflow.errors import ConfigError, MissingFileError
+from megaflow.errors import ConfigError, FileAccessError, MissingFileError
 from megaflow_trainer.config.fields import Field, convert
 
 
@@ -17,6 +17,7 @@ def read_recipe(path: str, known: dict[str, Field], values: dict[str, Any], faul
 
     Raises:
         MissingFileError: if there is no such file.
+        FileAccessError: if it cannot be read, or is a folder.
         ConfigError: if it is not YAML, or not a mapping.
     """
     for name, value in _flatten(_load(path)).items():
@@ -36,6 +37,10 @@ def _load(path: str) -> dict[str, Any]:
             content = yaml.safe_load(file)
     except FileNotFoundError:
         raise MissingFileError(f"--config {path}: no such recipe") from None
+    except OSError as error:
+        raise FileAccessError(f"--config {path}: expected a YAML recipe, but: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path}: expected a YAML recipe, but byte {error.start} is not UTF-8") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

@@ -105,7 +105,7 @@ class DataConfig:
     tokenizer_type: str | None = None
     """Tokenizer of the data, compared with what the data says of itself."""
     tokenizer_model: str | None = None
-    """tokenizer.json, a folder with one, or a SentencePiece model."""
+    """A tokenizer.json, or the folder with one."""
     vocab_file: str | None = None
     """Vocabulary of a GPT-2 style tokenizer (JSON, whatever its name)."""
     merge_file: str | None = None

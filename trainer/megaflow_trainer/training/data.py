@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import megaflow
 from megaflow import GPTDataset, IndexedDataset, Loader
-from megaflow.errors import ConfigError, TokenizerError
+from megaflow.errors import ConfigError, DataFormatError, FileAccessError, MissingFileError, TokenizerError
 from megaflow_trainer.config.sections import DataConfig, TrainConfig
 from megaflow_trainer.parallel.mesh import Mesh
+
+_REMAKE = "preprocess the text again, or move the sidecar away and name the tokenizer by flags"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +32,11 @@ def open_data(config: TrainConfig) -> RunData:
 
     Raises:
         MissingFileError: if there is no such pair or tokenizer file.
+        DataFormatError: if what is named is text, or the sidecar is damaged.
         TokenizerError: if the data were made with another tokenizer than the one the flags name.
         ConfigError: if the train part is empty.
     """
-    prefix = megaflow.resolve_prefix(config.data.path[0])
+    prefix = _find_pair(config.data.path[0])
     vocab_size, eod_id, notes = _read_vocabulary(prefix, config)
     train, valid = build_datasets(IndexedDataset(prefix), config)
     if train is None:
@@ -74,9 +78,49 @@ def with_vocabulary(config: TrainConfig, data: RunData) -> TrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=data.vocab_size))
 
 
+def _find_pair(named: str) -> str:
+    """The prefix of the pair; with the remedy if the text itself is named."""
+    try:
+        return megaflow.resolve_prefix(named)
+    except MissingFileError:
+        if not Path(named).is_file():
+            raise
+    raise DataFormatError(
+        f"--data-path {named} is a file of text, not of tokens; preprocess it first: `megaflow-preprocess {named}`, "
+        f"then --data-path {Path(named).parent / Path(named).name.split('.')[0]}"
+    )
+
+
+def _read_tokenizer_entry(prefix: str) -> dict[str, Any] | None:
+    """What the sidecar says of the tokenizer; None without a sidecar or entry.
+
+    Raises:
+        DataFormatError: if it lacks what is needed of it, or holds something else.
+    """
+    path = f"{prefix}.json"
+    try:
+        entry = (megaflow.read_sidecar(prefix) or {}).get("tokenizer")
+    except UnicodeDecodeError as error:
+        raise DataFormatError(f"{path}: expected a sidecar in UTF-8, byte {error.start} is not; {_REMAKE}") from None
+    except OSError as error:
+        raise FileAccessError(f"{path}: the sidecar cannot be read: {error.strerror}") from None
+    if entry is None:
+        return None
+    if not isinstance(entry, dict):
+        raise DataFormatError(f"{path}: expected an object as `tokenizer`, found {entry!r}; {_REMAKE}")
+    for name, kind, what in (("type", str, "a text"), ("fingerprint", str, "a text"), ("vocab_size", int, "a number")):
+        if not isinstance(entry.get(name), kind):
+            raise DataFormatError(
+                f"{path}: expected {what} as `tokenizer.{name}`, found {entry.get(name, 'nothing')!r}; {_REMAKE}"
+            )
+    if not isinstance(entry.get("eod_id"), int | None):
+        raise DataFormatError(f"{path}: expected a number as `tokenizer.eod_id`, found {entry['eod_id']!r}; {_REMAKE}")
+    return entry
+
+
 def _read_vocabulary(prefix: str, config: TrainConfig) -> tuple[int, int | None, list[str]]:
     """Vocabulary size, end-of-document id and notes, from --vocab-size, the sidecar and the tokenizer's files."""
-    sidecar = (megaflow.read_sidecar(prefix) or {}).get("tokenizer")
+    sidecar = _read_tokenizer_entry(prefix)
     named = _names_tokenizer(config.data)
     tokenizer = _open_tokenizer(config.data) if named or sidecar is None else None
     if sidecar is not None and tokenizer is not None and tokenizer.fingerprint != sidecar["fingerprint"]:

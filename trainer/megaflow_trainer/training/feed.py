@@ -43,7 +43,7 @@ class Feed:
 
         Raises:
             ConfigError: if the data end before the run does.
-        DataFormatError: if a token is outside the vocabulary.
+            DataFormatError: if a token is outside the vocabulary.
         """
         if self.stream is None:
             with self.clock.phase(DATA_WAIT):

@@ -18,7 +18,11 @@ EXIT_FAULT, EXIT_INTERRUPTED = 1, 130
 def launch(config: TrainConfig, notes: Sequence[str], *, rank: int, world_size: int, local_rank: int) -> int:
     """Train as one of `world_size` ranks; returns the exit code. Several ranks meet where the launcher says (env://)."""
     own = Launch(rank=rank, world_size=world_size, local_rank=local_rank)
-    store = next(dist.rendezvous("env://"))[0] if world_size > 1 else None
+    try:
+        store = next(dist.rendezvous("env://"))[0] if world_size > 1 else None
+    except (RuntimeError, ValueError) as error:  # the address is wrong, taken or silent
+        FaultBoard(rank, None).report(f"the ranks did not meet: {str(error).splitlines()[0]}; start them by torchrun")
+        return EXIT_FAULT
     board = FaultBoard(rank, store)
     try:
         device, backend, device_notes = choose_device(own, config.parallel.backend)

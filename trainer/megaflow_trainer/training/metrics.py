@@ -2,11 +2,13 @@
 
 Loss, norm and rate are those of the iteration that the line names, so that a resumed run repeats them to the bit
 wherever it was interrupted; `lm_loss_mean` is the mean over the `num_steps` steps of the interval. Times are means per
-step. A run that was killed may write an iteration again when it is resumed: the later line holds.
+step. No iteration stands twice: a resumed run cuts the lines behind the step it goes on from, and a run that does not
+go on from its own folder moves the lines of the run before it to `metrics.1.jsonl`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import resource
@@ -17,6 +19,7 @@ from typing import Any, TextIO
 
 import torch
 
+from megaflow.errors import FileAccessError
 from megaflow_trainer.config.arithmetic import count_flops_per_token, find_peak_flops
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.mesh import Mesh
@@ -24,11 +27,57 @@ from megaflow_trainer.training.clock import ASIDE, PHASES, Clock
 from megaflow_trainer.training.manifest import describe_device
 from megaflow_trainer.training.step import StepReport
 
+METRICS = "metrics.jsonl"
+
 
 def say(mesh: Mesh, line: str) -> None:
     """Print a line once for all ranks."""
     if mesh.is_first:
         print(line, flush=True)
+
+
+def prepare_metrics(folder: Path, *, keep_until: int | None) -> None:
+    """Make the metrics file of a run folder ready to be written on; one rank calls it.
+
+    Args:
+        folder: the run folder; it exists.
+        keep_until: the last iteration whose lines this run continues; None if it continues none.
+
+    Raises:
+        FileAccessError: if the file cannot be written.
+    """
+    path = folder / METRICS
+    try:
+        if keep_until is None:
+            if path.is_file() and path.stat().st_size:
+                number = next(number for number in itertools.count(1) if not _list_aside(path, number).exists())
+                path.rename(_list_aside(path, number))
+        elif path.is_file():
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _read_iteration(line) <= keep_until]
+            if kept != lines:
+                aside = path.with_suffix(".writing")
+                aside.write_bytes(b"".join(kept))
+                aside.replace(path)
+        path.open("ab").close()
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
+def _list_aside(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+def _read_iteration(line: bytes) -> float:
+    """The iteration of a line; infinite for one that was cut off when its writer was killed."""
+    try:
+        return float(json.loads(line)["iteration"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _cannot_write(path: Path, error: OSError) -> FileAccessError:
+    return FileAccessError(f"{path}: cannot be written: {error.strerror}; choose another --run-dir")
 
 
 class MetricsLog:
@@ -40,7 +89,11 @@ class MetricsLog:
         self.file: TextIO | None = None
         if mesh.is_first:
             assert config.log.run_dir is not None, "resolved"
-            self.file = (Path(config.log.run_dir) / "metrics.jsonl").open("a", encoding="utf-8")
+            self.path = Path(config.log.run_dir) / METRICS
+            try:
+                self.file = self.path.open("a", encoding="utf-8")
+            except OSError as error:
+                raise _cannot_write(self.path, error) from None
 
     def __enter__(self) -> MetricsLog:
         self.clock.collect()  # what came before the first step is not part of it
@@ -107,8 +160,11 @@ class MetricsLog:
 
     def _write_json(self, values: dict[str, Any]) -> None:
         if self.file is not None:
-            self.file.write(json.dumps(values) + "\n")
-            self.file.flush()
+            try:
+                self.file.write(json.dumps(values) + "\n")
+                self.file.flush()
+            except OSError as error:
+                raise _cannot_write(self.path, error) from None
 
 
 def format_line(values: dict[str, Any], num_steps: int) -> str:

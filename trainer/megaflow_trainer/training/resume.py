@@ -20,6 +20,19 @@ from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.seed import get_rng_state, seed_dropout, set_rng_state
 from megaflow_trainer.training.metrics import say
 
+CONTENTS = store.Contents(
+    files=("model", "optimizer", "rng"),
+    entries={"loader": dict, "world_size": int, "data_fingerprint": str, "config": dict},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins: the last complete step, and whether its own folder held it (else its log begins anew)."""
+
+    step: int = 0
+    is_own: bool = False
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState:
@@ -55,40 +68,40 @@ def save_checkpoint(config: TrainConfig, step: int, state: TrainState, mesh: Mes
     say(mesh, f" saved iteration {step} in {path}")
 
 
-def resume_or_start(config: TrainConfig, state: TrainState, mesh: Mesh) -> int:
+def resume_or_start(config: TrainConfig, state: TrainState, mesh: Mesh) -> Start:
     """Load the checkpoint to go on from, if there is one. All ranks take the same.
-
-    Returns:
-        The last complete step: 0 for a fresh start.
 
     Raises:
         CheckpointError: if `--load` holds none, or the one found does not fit the model or the data.
     """
     seed_dropout(config.seed, mesh)
-    path = do_on_first(lambda: choose_checkpoint(config.checkpoint), mesh.dp_group)
-    if path is None:
-        return 0
-    step = load_checkpoint(path, config, state, mesh)
-    say(mesh, f" resumed from {path}: going on after iteration {step}")
-    return step
+    found = do_on_first(lambda: choose_checkpoint(config.checkpoint), mesh.dp_group)
+    for line in found.passed_over:
+        say(mesh, f" passed over {line}")
+    if found.path is None:
+        return Start()
+    step = load_checkpoint(found.path, config, state, mesh)
+    say(mesh, f" resumed from {found.path}: going on after iteration {step}")
+    save = config.checkpoint.save
+    return Start(step, is_own=save is not None and _is_same(str(found.path.parent), save))
 
 
-def choose_checkpoint(config: CheckpointConfig) -> Path | None:
-    """The last complete checkpoint of `save`, else of `load`; None for a fresh start.
+def choose_checkpoint(config: CheckpointConfig) -> store.Found:
+    """The last good checkpoint of `save`, else of `load`; none for a fresh start.
 
     Raises:
         FileAccessError: if the `save` folder cannot be written.
-        CheckpointError: if `load` is another folder than `save` and holds none.
+        CheckpointError: if a folder holds checkpoints and none is good, or `load` is another folder and holds none.
     """
-    path = None
+    found = store.Found(None, ())
     if config.save is not None:
         store.prepare_folder(Path(config.save))
-        path = store.find_checkpoint(Path(config.save))
-    if path is None and config.load is not None and not _is_same(config.load, config.save):
-        path = store.find_checkpoint(Path(config.load))
-        if path is None:
+        found = store.find_checkpoint(Path(config.save), CONTENTS)
+    if found.path is None and config.load is not None and not _is_same(config.load, config.save):
+        found = store.find_checkpoint(Path(config.load), CONTENTS)
+        if found.path is None:
             raise CheckpointError(f"--load {config.load}: no complete checkpoint there; drop the flag to start afresh")
-    return path
+    return found
 
 
 def _is_same(one: str, other: str | None) -> bool:

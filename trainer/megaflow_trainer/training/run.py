@@ -22,9 +22,10 @@ from megaflow_trainer.training.clock import CHECKPOINT, EVAL, Clock
 from megaflow_trainer.training.data import build_loader, open_data, with_vocabulary
 from megaflow_trainer.training.evaluate import evaluate
 from megaflow_trainer.training.feed import Feed
+from megaflow_trainer.training.lock import hold_folders
 from megaflow_trainer.training.manifest import write_manifest
-from megaflow_trainer.training.metrics import MetricsLog, say
-from megaflow_trainer.training.resume import TrainState, resume_or_start, save_checkpoint
+from megaflow_trainer.training.metrics import MetricsLog, prepare_metrics, say
+from megaflow_trainer.training.resume import Start, TrainState, resume_or_start, save_checkpoint
 from megaflow_trainer.training.step import train_step
 from megaflow_trainer.training.stop import EXIT_STOPPED, StopVote
 
@@ -42,14 +43,14 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
     config = with_vocabulary(config, data)
     model = build_model(config, mesh)
     optimizer, schedule = AdamW(model.gradients.parameters, config.optim), build_schedule(config)
-    with build_loader(data.train, config, mesh) as loader:
+    with hold_folders(config, mesh), build_loader(data.train, config, mesh) as loader:
         state = TrainState(model=model, optimizer=optimizer, loader=loader, data_fingerprint=data.train.fingerprint)
         start = resume_or_start(config, state, mesh)
         introduce(config, mesh, start, data.train.fingerprint, [*notes, *data.notes])
         consumed, clock = loader.state_dict()["consumed_samples"], Clock(mesh.device)
         feed = Feed(loader, mesh.device, clock, vocab_size=data.vocab_size, eod_id=data.eod_id)
         with StopVote(mesh) as stop, MetricsLog(config, mesh, clock) as log:
-            for step in range(start + 1, config.last_step + 1):
+            for step in range(start.step + 1, config.last_step + 1):
                 consumed += config.step.sizes.global_batch_size
                 report = train_step(model, optimizer, feed, mesh, clock, config, lr=schedule.lr_at(consumed))
                 log.write(step, consumed, report)
@@ -88,11 +89,16 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     return parallelize(model, mesh)
 
 
-def introduce(config: TrainConfig, mesh: Mesh, start: int, fingerprint: str, notes: Sequence[str]) -> None:
+def introduce(config: TrainConfig, mesh: Mesh, start: Start, fingerprint: str, notes: Sequence[str]) -> None:
     """Say once what is about to run, and write it into the run folder."""
     assert config.log.run_dir is not None, "resolved"
     folder = Path(config.log.run_dir)
-    do_on_first(lambda: write_manifest(folder, config, mesh, start_step=start, fingerprint=fingerprint), mesh.dp_group)
+
+    def prepare() -> None:
+        write_manifest(folder, config, mesh, start_step=start.step, fingerprint=fingerprint)
+        prepare_metrics(folder, keep_until=start.step if start.is_own else None)
+
+    do_on_first(prepare, mesh.dp_group)
     for note in notes:
         say(mesh, f" note: {note}")
     step = config.step
@@ -100,7 +106,7 @@ def introduce(config: TrainConfig, mesh: Mesh, start: int, fingerprint: str, not
         mesh,
         f" training on {mesh.world_size} x {mesh.device.type} ({mesh.backend}, {step.dtype}): global batch "
         f"{step.global_batch_size} = {step.micro_batch_size} x {mesh.dp_size} x {step.num_micro_batches}, "
-        f"iterations {start + 1} to {config.num_steps}, run folder {folder}",
+        f"iterations {start.step + 1} to {config.num_steps}, run folder {folder}",
     )
-    if start >= config.last_step:
-        say(mesh, f" nothing to do: iteration {start} is already complete; raise --train-iters to go on")
+    if start.step >= config.last_step:
+        say(mesh, f" nothing to do: iteration {start.step} is already complete; raise --train-iters to go on")
