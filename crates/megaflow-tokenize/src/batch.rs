@@ -136,8 +136,10 @@ mod tests {
     use super::*;
 
     fn tokenizer() -> Tokenizer {
-        let vocab: String = (0..256).map(|byte| format!("{:?}: {byte}, ", char_of(byte))).collect();
-        let vocab = format!("{{{vocab}\"th\": 256, \"the\": 257, \"\u{120}the\": 258}}");
+        let mut vocab: std::collections::HashMap<String, u32> =
+            (0..256).map(|byte| (char_of(byte).to_string(), byte)).collect();
+        vocab.extend([("th".to_owned(), 256), ("the".to_owned(), 257), ("\u{120}the".to_owned(), 258)]);
+        let vocab = serde_json::to_string(&vocab).unwrap();
         let json =
             crate::TokenizerSpec::tokenizer_json_from_vocab_and_merges(vocab.as_bytes(), "t h\nth e\n\u{120} the\n");
         Tokenizer::from_tokenizer_json(&json.unwrap()).unwrap()
