@@ -22,6 +22,8 @@ from setup_env import ROOT, Environment, prepare_or_exit
 
 DEMO = Path("demo")
 """Where everything of the demo lies, seen from the checkout."""
+LEAST_DECAY = 20
+"""Steps that the decay of the learning rate takes at least: it must be longer than the warm-up."""
 LEAST_DROP_NATS = 2.0
 """How far the loss must fall for the demo to have worked."""
 CPU_MODEL = "--num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 128 --max-position-embeddings 128"
@@ -29,6 +31,8 @@ CPU_BATCH = "--micro-batch-size 8 --global-batch-size 8"
 GPU_MODEL = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512"
 GPU_BATCH = "--micro-batch-size 16 --global-batch-size 32 --bf16"
 SCHEDULE = "--lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 10 --clip-grad 1.0 --weight-decay 0.1"
+EXACT = "--hidden-dropout 0 --attention-dropout 0"
+"""Each process drops activations of its own; without dropout one and two processes train alike."""
 CADENCE = "--log-interval 1 --eval-interval 30 --eval-iters 2 --split 949,50,1"
 PHASES = {
     "data_wait_s": "data wait (loader-bound)",
@@ -51,7 +55,9 @@ def main() -> None:
     headline("2. from text to tokens: corpus_text_document.bin, .idx and the .json that says where they came from")
     show_and_run(environment, "megaflow-preprocess", str(DEMO / "corpus.jsonl"))
     train(environment, options.train_iters)
-    learned = report(read_steps(ROOT / DEMO / "run" / "metrics.jsonl"), seconds=time.monotonic() - start)
+    metrics = ROOT / DEMO / "run" / "metrics.jsonl"
+    seconds = time.monotonic() - start
+    learned = report(read_steps(metrics), seconds=seconds, valid_loss=read_validation(metrics))
     sys.exit(0 if learned else 1)
 
 
@@ -100,10 +106,21 @@ def train(environment: Environment, num_steps: int) -> None:
         print(f"removing {run} of an earlier demo: the same command would go on from its last checkpoint")
         shutil.rmtree(ROOT / run)
     flags = f"{GPU_MODEL} {GPU_BATCH}" if gpu else f"{CPU_MODEL} {CPU_BATCH}"
-    flags += f" --train-iters {num_steps} {SCHEDULE} {CADENCE}"
+    flags = f"{flags} {list_flags(num_steps)}"
     places = f"--data-path {DEMO / 'corpus'} --run-dir {run} --save {run / 'checkpoints'} --save-interval {num_steps}"
     launcher = ["--standalone", "--nproc_per_node=1", "trainer/pretrain.py"]
     show_and_run(environment, "torchrun", *launcher, *flags.split(), *places.split())
+
+
+def list_flags(num_steps: int) -> str:
+    """The flags that do not depend on the device; the decay's length is named, so that it stays in a longer run."""
+    return f"--train-iters {num_steps} --lr-decay-iters {max(num_steps, LEAST_DECAY)} {SCHEDULE} {EXACT} {CADENCE}"
+
+
+def read_validation(path: Path) -> float | None:
+    """The last validation loss of a run; None if there is none."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return next((float(row["valid_loss"]) for row in reversed(rows) if "valid_loss" in row), None)
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
@@ -112,13 +129,15 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "lm_loss" in row]
 
 
-def report(steps: list[dict[str, Any]], *, seconds: float) -> bool:
+def report(steps: list[dict[str, Any]], *, seconds: float, valid_loss: float | None = None) -> bool:
     """Prints what was reached, where the time went and what to try next; returns whether the model learned enough."""
     first, last = steps[0]["lm_loss"], mean(steps[-10:], "lm_loss")
     drop = first - last
     headline(f"what came out, after {seconds / 60:.1f} minutes in all")
     print(f"loss   {first:.4f} at the first step, in nats a token")
     print(f"       {last:.4f} as the mean of the last {len(steps[-10:])} of {len(steps)} steps: {drop:.4f} nats lower")
+    if valid_loss is not None:
+        print(f"       {valid_loss:.4f} on the validation part, which was not trained on")
     timed = steps[1:] or steps  # the first step allocates and is no measure
     step_s = mean(timed, "step_time_s")
     print(f"time   {step_s * 1e3:.1f} ms a step, {mean(timed, 'tokens_per_s_per_gpu'):,.0f} tokens/s; of each step")
@@ -139,12 +158,13 @@ def mean(rows: list[dict[str, Any]], key: str) -> float:
     return sum(float(row.get(key, 0.0)) for row in rows) / len(rows)
 
 
-NEXT = """
+NEXT = f"""
 what to try next
-  longer:               the last command with --train-iters 200 goes on from its checkpoint
-  two processes:        the same with --nproc_per_node=2 --micro-batch-size 4 and another --save: the same losses
-  your own text:        megaflow-preprocess FILE.jsonl, one {"text": "..."} a line; then --data-path FILE
-  every flag:           megaflow-preprocess --help, python trainer/pretrain.py --help (programs of .venv/bin)
+  longer:               the last command with --train-iters 200 goes on from its checkpoint, at its last learning rate
+  two processes:        the same with --nproc_per_node=2 --micro-batch-size 4 --run-dir {DEMO}/two --save {DEMO}/two:
+                        the same losses to six digits for the first steps, to two at the end (sums in another order)
+  your own text:        megaflow-preprocess FILE.jsonl, one {{"text": "..."}} a line; then --data-path FILE
+  every flag:           megaflow-preprocess --help, python trainer/pretrain.py --help (first `. .venv/bin/activate`)
   your own loop:        docs/plain-pytorch-loop.md: ten lines of PyTorch on the same tokens"""
 
 

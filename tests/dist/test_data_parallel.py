@@ -14,7 +14,7 @@ import torch
 from helpers.pairs import write_pair
 from helpers.ranks import RankPool
 from helpers.runs import TINY, one_rank, read_curve, read_metrics, read_tensors, run_tiny
-from megaflow.errors import ConfigError, FileAccessError
+from megaflow.errors import CheckpointError, ConfigError, FileAccessError
 from megaflow_trainer.config import TrainConfig, read_command
 from megaflow_trainer.optim.adamw import AdamW
 from megaflow_trainer.parallel import data as data_parallel
@@ -269,3 +269,32 @@ def test_a_disk_that_refuses_is_the_same_error_on_every_rank(two_ranks: RankPool
     first, second = two_ranks.run(train_into_an_error, write_pair(tmp_path / "toy"), str(tmp_path / "file" / "d"))
     assert first == second
     assert "cannot be written" in first
+
+
+def try_to_train(mesh: Mesh, prefix: str, flags: list[str]) -> str:
+    try:
+        run_tiny(prefix, flags, mesh)
+    except CheckpointError as error:
+        return str(error)
+    return "trained"
+
+
+def test_ranks_pass_over_the_same_damaged_step_and_refuse_alike(two_ranks: RankPool, tmp_path: Path) -> None:
+    prefix, root = write_pair(tmp_path / "toy"), tmp_path / "saved"
+    flags = [*LENGTH, "--save-interval", "3", "--save", str(root)]
+    two_ranks.run(train_on_ranks, prefix, flags)
+    curve = read_curve(root)
+    flip_byte(root / "iter_0000006" / "model.safetensors")
+    assert two_ranks.run(try_to_train, prefix, flags) == ["trained", "trained"]
+    assert read_curve(root) == curve
+    for step in (3, 6):
+        flip_byte(root / f"iter_{step:07d}" / "model.safetensors")
+    first, second = two_ranks.run(try_to_train, prefix, flags)
+    assert first == second
+    assert "none of its checkpoints can be loaded" in first
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)

@@ -268,7 +268,6 @@ def test_help_says_derived_only_of_what_is_derived() -> None:
     for name in DERIVED:
         assert fields.list_fields()[name].default is None
     assert "A tokenizer.json, or the folder with one. [none]" in text
-    assert "the first that fits" in text.lower()
     assert "torchrun adds a report of its own; the `error:` line before it is the reason" in text
 
 
