@@ -41,11 +41,14 @@ def fault(*flags: str, world_size: int = 1, run: tuple[str, ...] = RUN) -> str:
 def test_every_flag_sets_its_field(flag: Flag) -> None:
     kind = fields.list_fields()[flag.field].kind
     text, value = (None, flag.constant) if flag.is_switch else SAMPLES[kind]
+    if flag.field == "model.preset":
+        text = value = "gpt2_small"
     parsed = parse_flags([flag.name] if text is None else [flag.name, text])
-    assert parsed.values == {flag.field: value}
+    assert parsed.values[flag.field] == value
+    assert flag.field == "model.preset" or len(parsed.values) == 1
     assert not parsed.faults
     if text is not None:
-        assert parse_flags([f"{flag.name}={text}"]).values == {flag.field: value}
+        assert parse_flags([f"{flag.name}={text}"]).values == parsed.values
 
 
 def test_every_field_has_help() -> None:
@@ -228,6 +231,35 @@ def test_a_recipe_with_an_unknown_field_names_the_nearest(tmp_path: Path) -> Non
     text = fault("--config", str(recipe))
     assert "model.num_layer is not a field; the nearest known one is model.num_layers" in text
     assert "takes a whole number, got 'many'" in text
+
+
+def test_a_preset_is_below_the_recipe_and_the_recipe_below_the_flags(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model:\n  preset: llama3_8b\n  num_layers: 2\n  num_heads: 16\n")
+    model = read("--config", str(recipe), "--num-attention-heads", "8").model
+    assert (model.hidden_dim, model.num_layers, model.num_heads, model.activation) == (4096, 2, 8, "swiglu")
+    assert read("--preset", "gpt2_xl").model.num_layers == 48
+    assert "model.preset (--preset) 'lama3_8b' is not known; the nearest known one is llama3_8b" in fault(
+        "--preset", "lama3_8b"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            ("--num-query-groups", "5"),
+            "is not divisible by model.num_kv_heads (--num-query-groups) 5; use 4 or 6 groups",
+        ),
+        (("--multi-latent-attention",), "give model.position_kind (--position-embedding-type) rope"),
+        (("--position-embedding-type", "rope", "--rotary-percent", "2"), "must be in (0, 1], got 2.0"),
+        (("--position-embedding-type", "alibi"), "must be one of learned_absolute, rope, none"),
+        (("--rotary-scaling", "yarn"), "needs model.rotary_factor (--rotary-scaling-factor) above 1"),
+        (("--normalization", "BatchNorm"), "must be one of LayerNorm, RMSNorm"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(flags: tuple[str, ...], words: str) -> None:
+    assert words in fault(*flags)
 
 
 def test_a_missing_or_broken_recipe_is_one_sentence(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ def find_faults(config: TrainConfig, *, world_size: int) -> list[str]:
     """Every fault of the configuration that no section sees alone."""
     faults = (
         check_heads(config.model)
+        + check_shape(config.model)
         + check_positions(config)
         + check_parallel(config.parallel, world_size=world_size)
         + check_duration(config)
@@ -21,13 +22,47 @@ def find_faults(config: TrainConfig, *, world_size: int) -> list[str]:
 
 
 def check_heads(model: ModelConfig) -> list[str]:
-    """The hidden size is cut into equal heads."""
-    hidden, heads = model.hidden_dim, model.num_heads
-    if hidden % heads == 0:
-        return []
-    fits = [n for n in range(1, hidden + 1) if hidden % n == 0]
-    below, above = max(n for n in fits if n < heads), min((n for n in fits if n > heads), default=hidden)
-    return [f"model.hidden_dim {hidden} is not divisible by model.num_heads {heads}; use {below} or {above} heads"]
+    """The hidden size is cut into equal heads, and the heads into equal groups."""
+    faults = []
+    hidden, heads, groups = model.hidden_dim, model.num_heads, model.kv_heads
+    if hidden % heads and model.head_dim is None and not model.is_latent:
+        below, above = _find_divisors(hidden, heads)
+        faults.append(
+            f"model.hidden_dim {hidden} is not divisible by model.num_heads {heads}; use {below} or {above} heads"
+        )
+    if heads % groups:
+        below, above = _find_divisors(heads, groups)
+        faults.append(
+            f"model.num_heads {heads} is not divisible by model.num_kv_heads {groups}; use {below} or {above} groups"
+        )
+    return faults
+
+
+def check_shape(model: ModelConfig) -> list[str]:
+    """What the parts of a model ask of each other."""
+    faults = []
+    if model.is_latent and (model.num_kv_heads is not None or model.head_dim is not None or model.qk_norm):
+        faults.append(
+            "model.is_latent has its own head widths and shares one latent vector among all heads; "
+            "drop model.num_kv_heads, model.head_dim and model.qk_norm"
+        )
+    if model.is_latent and model.position_kind != "rope":
+        faults.append("model.is_latent keeps positions in rotated channels; give model.position_kind rope")
+    if model.position_kind == "rope" and not 0 < model.rotary_fraction <= 1:
+        faults.append(f"model.rotary_fraction must be in (0, 1], got {model.rotary_fraction}")
+    elif model.position_kind == "rope" and (model.rotary_dim == 0 or model.rotary_dim % 2):
+        faults.append(
+            f"a rotated part of {model.rotary_dim} channels has no pairs; make model.head_dim even and larger"
+        )
+    if model.rotary_scaling != "none" and model.rotary_factor == 1:
+        faults.append(f"model.rotary_scaling {model.rotary_scaling} needs model.rotary_factor above 1")
+    return faults
+
+
+def _find_divisors(total: int, near: int) -> tuple[int, int]:
+    """The divisors of `total` next below and next above `near`."""
+    fits = [n for n in range(1, total + 1) if total % n == 0]
+    return max(n for n in fits if n < near or n == 1), min((n for n in fits if n > near), default=total)
 
 
 def check_positions(config: TrainConfig) -> list[str]:

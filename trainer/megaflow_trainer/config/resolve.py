@@ -18,7 +18,7 @@ def resolve(config: TrainConfig, *, world_size: int) -> tuple[TrainConfig, list[
     sizes = solve_batch(config.step, dp=world_size)
     model = dataclasses.replace(
         config.model,
-        ffn_dim=config.model.ffn_dim or 4 * config.model.hidden_dim,
+        ffn_dim=config.model.ffn_width,
         max_positions=config.model.max_positions or config.data.seq_len,
     )
     run_dir = config.log.run_dir or config.checkpoint.save or str(Path("runs") / config.log.name)
@@ -33,6 +33,8 @@ def resolve(config: TrainConfig, *, world_size: int) -> tuple[TrainConfig, list[
 
 def _list_notes(config: TrainConfig) -> list[str]:
     notes = []
+    if config.model.position_kind != "rope" and (config.model.rotary_scaling != "none"):
+        notes.append("--rotary-scaling has no effect without --position-embedding-type rope")
     if config.parallel.sequence_parallel:
         notes.append("--sequence-parallel has no effect at tensor-parallel size 1")
     if config.data.order == "cyclic":

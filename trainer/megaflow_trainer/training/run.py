@@ -81,7 +81,9 @@ def describe_restart(config: TrainConfig) -> str:
 def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     """The model with initial weights, ready for the mesh."""
     dtype = torch.bfloat16 if config.step.dtype == "bf16" else torch.float32
-    need = Need(device=mesh.device, dtype=dtype, head_dim=config.model.hidden_dim // config.model.num_heads)
+    need = Need(
+        device=mesh.device, dtype=dtype, head_dim=config.model.head_width, has_window=config.model.window is not None
+    )
     attention = choose("attention", ATTENTION, config.model.attention, need)
     model = build_gpt(config.model, Sockets(attention=attention.function), device=mesh.device, dtype=dtype)
     init_weights(model, config.model, seed=config.seed)
