@@ -132,6 +132,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--eval-iters", "eval.steps"),
     Flag("--save", "checkpoint.save"),
     Flag("--load", "checkpoint.load"),
+    Flag("--init-from", "checkpoint.init_from"),
+    Flag("--grow", "checkpoint.grow", constant=True),
     Flag("--save-interval", "checkpoint.every"),
     Flag("--log-interval", "log.every"),
     Flag("--run-dir", "log.run_dir"),

@@ -35,6 +35,8 @@ def _list_notes(config: TrainConfig) -> list[str]:
     notes = []
     if config.model.position_kind != "rope" and (config.model.rotary_scaling != "none"):
         notes.append("--rotary-scaling has no effect without --position-embedding-type rope")
+    if config.checkpoint.grow and config.checkpoint.init_from is None:
+        notes.append("--grow has no effect without --init-from")
     if config.parallel.sequence_parallel:
         notes.append("--sequence-parallel has no effect at tensor-parallel size 1")
     if config.data.order == "cyclic":

@@ -358,6 +358,10 @@ class CheckpointConfig:
     """Folder for checkpoints. A restart goes on from the last complete one in it."""
     load: str | None = None
     """Folder to start from when `save` holds no complete checkpoint yet."""
+    init_from: str | None = None
+    """Checkpoint or Hugging Face folder whose weights a fresh run starts with; nothing else is taken from it."""
+    grow: bool = False
+    """Whether layers, tokens and positions that `init_from` does not have keep their initial weights."""
     every: int | None = None
     """Iterations between two checkpoints (only at the end if not given)."""
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from megaflow_trainer.checkpoint.initial import fill_weights, read_weights
 from megaflow_trainer.config.sections import TrainConfig
-from megaflow_trainer.model.gpt import build_gpt
+from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import ATTENTION
@@ -87,7 +88,24 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     attention = choose("attention", ATTENTION, config.model.attention, need)
     model = build_gpt(config.model, Sockets(attention=attention.function), device=mesh.device, dtype=dtype)
     init_weights(model, config.model, seed=config.seed)
+    if config.checkpoint.init_from is not None:
+        start_from(Path(config.checkpoint.init_from), model, config, mesh)
     return parallelize(model, mesh)
+
+
+def start_from(folder: Path, model: GPT, config: TrainConfig, mesh: Mesh) -> None:
+    """Take the initial weights from a folder; the first rank reads, `parallelize` sends them to the others."""
+    assert config.model.vocab_size is not None, "known once the data are open"
+    vocab_size, may_grow = config.model.vocab_size, config.checkpoint.grow
+
+    def read() -> list[str]:
+        weights, path = read_weights(folder)
+        targets = dict(model.named_parameters())
+        lines = fill_weights(targets, weights, path, vocab_size=vocab_size, may_grow=may_grow)
+        return [f"initial weights from {path}", *lines]
+
+    for line in do_on_first(read, mesh.dp_group):
+        say(mesh, f" note: {line}")
 
 
 def introduce(config: TrainConfig, mesh: Mesh, start: int, fingerprint: str, notes: Sequence[str]) -> None:
