@@ -46,7 +46,6 @@ def test_the_lines_run_on_data_parallel_ranks() -> None:
         ("--enable-activation-checkpointing", "activation recompute"),
         ("--checkpoint-activations", "activation recompute"),
         ("--recompute-granularity full --recompute-method block", "activation recompute"),
-        ("--fp16 --loss-scale 4096", "fp16 with loss scaling"),
         ("--transformer-impl transformer_engine", "Transformer Engine layers"),
         ("--fp8-hybrid", "fp8"),
         ("--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01", "mixture of experts"),
@@ -66,6 +65,11 @@ def test_accumulation_in_both_spellings_and_a_cyclic_sampler() -> None:
     config, notes = read_command(["--train-iters", "3", "--data-path", "x", *flags.split()], world_size=2)
     assert (config.step.global_batch_size, config.data.num_threads) == (8, 4)
     assert any("--dataloader-type cyclic has no effect" in note for note in notes)
+
+
+def test_fp16_with_a_static_loss_scale() -> None:
+    config, _ = read_command([*SECOND.split(), "--fp16", "--loss-scale", "4096"], world_size=8)
+    assert (config.step.dtype, config.step.loss_scale) == ("fp16", 4096.0)
 
 
 @pytest.mark.parametrize("rank", ["--local-rank=0", "--local_rank=0", "--local_rank 0"])

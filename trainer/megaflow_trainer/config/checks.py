@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megaflow.errors import ConfigError
-from megaflow_trainer.config.batch import solve_batch
+from megaflow_trainer.config.batch import read_ramp_up, solve_batch
 from megaflow_trainer.config.sections import ModelConfig, ParallelConfig, ScheduleConfig, TrainConfig
 
 
@@ -17,6 +17,7 @@ def find_faults(config: TrainConfig, *, world_size: int) -> list[str]:
         + check_duration(config)
         + check_schedule(config.schedule, peak=config.optim.lr)
         + check_data(config)
+        + check_precision(config)
     )
     return faults + ([] if faults else check_batch(config, world_size=world_size))
 
@@ -113,6 +114,8 @@ def check_schedule(schedule: ScheduleConfig, *, peak: float) -> list[str]:
     for name in ("min_lr", "warmup_init"):
         if getattr(schedule, name) > peak:
             faults.append(f"schedule.{name} {getattr(schedule, name)} is above optim.lr {peak}; lower it")
+    if schedule.wsd_steps is not None and schedule.wsd_samples is not None:
+        faults.append("schedule.wsd_steps and schedule.wsd_samples are one setting; give one of them")
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
     if warmup is not None and decay is not None and warmup >= decay:
         faults.append(
@@ -138,11 +141,34 @@ def check_data(config: TrainConfig) -> list[str]:
 
 
 def check_batch(config: TrainConfig, *, world_size: int) -> list[str]:
-    """The batch equation has a solution and the run holds at least one whole step."""
+    """The batch equation has a solution, ramp-up included, and the run holds at least one whole step."""
     try:
-        sizes = solve_batch(config.step, dp=world_size)
+        sizes, ramp = solve_batch(config.step, dp=world_size), read_ramp_up(config.step)
     except ConfigError as error:
         return [str(error)]
+    faults = []
     if config.num_samples is not None and config.num_samples < sizes.global_batch_size:
-        return [f"num_samples {config.num_samples} is less than one global batch of {sizes.global_batch_size}"]
-    return []
+        faults.append(f"num_samples {config.num_samples} is less than one global batch of {sizes.global_batch_size}")
+    unit = sizes.micro_batch_size * world_size
+    if ramp is not None and (ramp[0] % unit or ramp[1] % unit or (sizes.global_batch_size - ramp[0]) % ramp[1]):
+        faults.append(
+            f"step.ramp_up from {ramp[0]} by {ramp[1]} to {sizes.global_batch_size}: first batch and increment must be "
+            f"multiples of micro batch x data-parallel ranks = {unit}, and the increments must meet the full batch"
+        )
+    elif ramp is not None and ramp[0] > sizes.global_batch_size:
+        faults.append(f"step.ramp_up starts at {ramp[0]}, above the global batch of {sizes.global_batch_size}")
+    return faults
+
+
+def check_precision(config: TrainConfig) -> list[str]:
+    """Settings of one precision are not given with another."""
+    step, optim, faults = config.step, config.optim, []
+    if step.loss_scale is not None and step.dtype != "fp16":
+        faults.append(f"step.loss_scale is for fp16, and this run is {step.dtype}; give --fp16 or drop it")
+    if step.is_all_bf16 and step.dtype != "bf16":
+        faults.append(f"step.is_all_bf16 is for bf16, and this run is {step.dtype}; give --bf16 or drop it")
+    if optim.main_dtype == "bf16" and step.dtype != "bf16":
+        faults.append(f"optim.main_dtype bf16 is for bf16 runs, and this one is {step.dtype}; give --bf16 or drop it")
+    if step.dtype == "fp64" and optim.is_offloaded:
+        faults.append("optim.is_offloaded is not for fp64, which compares runs; drop one of them")
+    return faults

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from megaflow_trainer.config.batch import solve_batch
-from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.config.batch import count_steps, solve_batch
+from megaflow_trainer.config.sections import OptimConfig, TrainConfig
 
 
 def resolve(config: TrainConfig, *, world_size: int) -> tuple[TrainConfig, list[str]]:
@@ -22,13 +22,26 @@ def resolve(config: TrainConfig, *, world_size: int) -> tuple[TrainConfig, list[
         max_positions=config.model.max_positions or config.data.seq_len,
     )
     run_dir = config.log.run_dir or config.checkpoint.save or str(Path("runs") / config.log.name)
+    step = dataclasses.replace(config.step, **dataclasses.asdict(sizes))
     return dataclasses.replace(
         config,
-        num_steps=config.num_steps or (config.num_samples or 0) // sizes.global_batch_size,
+        num_steps=config.num_steps or count_steps(step, config.num_samples or 0),
         model=model,
-        step=dataclasses.replace(config.step, **dataclasses.asdict(sizes)),
+        step=step,
+        optim=_resolve_optim(config),
         log=dataclasses.replace(config.log, run_dir=run_dir),
     ), _list_notes(config)
+
+
+def _resolve_optim(config: TrainConfig) -> OptimConfig:
+    own = config.optim
+    if own.kind == "adam":
+        own = dataclasses.replace(own, kind="adamw")
+    if not config.step.is_all_bf16:
+        return own
+    return dataclasses.replace(
+        own, main_dtype="bf16", main_grad_dtype="bf16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
+    )
 
 
 def _list_notes(config: TrainConfig) -> list[str]:

@@ -247,26 +247,58 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
-    """AdamW and clipping."""
+    """The optimizer, its states and clipping."""
 
+    kind: str = "adamw"
+    """adamw, lion, sgd or muon (matrices inside the blocks by Muon, the rest by AdamW)."""
     lr: float = 3e-4
     """Peak learning rate."""
     weight_decay: float = 0.01
     """Decoupled decay of matrices and embeddings; biases and norms are not decayed."""
+    start_weight_decay: float | None = None
+    """Weight decay at the start of the run (weight decay if not given)."""
+    end_weight_decay: float | None = None
+    """Weight decay at the end of the run (weight decay if not given)."""
+    decay_style: str = "constant"
+    """How weight decay goes from start to end: constant (the end's), linear or cosine."""
+    no_decay: tuple[str, ...] = ()
+    """Weights that are not decayed either, by name with wildcards: embedding.weight, blocks.*.mlp.*."""
     adam_beta1: float = 0.9
     """Decay of the first moment."""
     adam_beta2: float = 0.999
     """Decay of the second moment."""
     adam_eps: float = 1e-8
     """Added to the root of the second moment."""
+    sgd_momentum: float = 0.9
+    """Momentum of sgd."""
+    muon_momentum: float = 0.95
+    """Momentum of muon."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    main_dtype: str = "fp32"
+    """Master weights that are stepped: fp32 or bf16."""
+    main_grad_dtype: str = "fp32"
+    """Gradients as they are accumulated and reduced: fp32 or bf16."""
+    exp_avg_dtype: str = "fp32"
+    """First moment or momentum: fp32, bf16 or fp16."""
+    exp_avg_sq_dtype: str = "fp32"
+    """Second moment: fp32, bf16 or fp16."""
+    is_offloaded: bool = False
+    """Whether master weights and states lie in the CPU's memory and are stepped there."""
 
     def __post_init__(self) -> None:
         _raise_faults(
-            _at_least("optim", 0, lr=self.lr, weight_decay=self.weight_decay)
+            _one_of("optim", ("adamw", "adam", "lion", "sgd", "muon"), kind=self.kind)
+            + _one_of("optim", ("constant", "linear", "cosine"), decay_style=self.decay_style)
+            + _one_of("optim", ("fp32", "bf16"), main_dtype=self.main_dtype, main_grad_dtype=self.main_grad_dtype)
+            + _one_of("optim", ("fp32", "bf16", "fp16"), exp_avg_dtype=self.exp_avg_dtype)
+            + _one_of("optim", ("fp32", "bf16", "fp16"), exp_avg_sq_dtype=self.exp_avg_sq_dtype)
+            + _at_least("optim", 0, lr=self.lr, weight_decay=self.weight_decay)
+            + _at_least("optim", 0, start_weight_decay=self.start_weight_decay)
+            + _at_least("optim", 0, end_weight_decay=self.end_weight_decay)
             + _at_least("optim", 0, adam_eps=self.adam_eps, clip_grad=self.clip_grad)
             + _fraction("optim", adam_beta1=self.adam_beta1, adam_beta2=self.adam_beta2)
+            + _fraction("optim", sgd_momentum=self.sgd_momentum, muon_momentum=self.muon_momentum)
         )
 
 
@@ -275,7 +307,7 @@ class ScheduleConfig:
     """Learning rate over the run: warm-up, then decay from the peak to `min_lr`."""
 
     style: str = "linear"
-    """Decay after warm-up: cosine, linear or constant."""
+    """Decay after warm-up: cosine, linear, constant, inverse-square-root or WSD (constant, then a decay at the end)."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay and after it."""
     decay_steps: int | None = None
@@ -290,10 +322,18 @@ class ScheduleConfig:
     """The same as a fraction of the decay."""
     warmup_init: float = 0.0
     """Learning rate from which warm-up starts."""
+    wsd_steps: int | None = None
+    """Iterations of the decay at the end of WSD (a tenth of the decay if not given)."""
+    wsd_samples: int | None = None
+    """The same in samples."""
+    wsd_style: str = "exponential"
+    """Its shape: exponential, linear, cosine or minus_sqrt."""
 
     def __post_init__(self) -> None:
         _raise_faults(
-            _one_of("schedule", ("cosine", "linear", "constant"), style=self.style)
+            _one_of("schedule", ("cosine", "linear", "constant", "inverse-square-root", "WSD"), style=self.style)
+            + _one_of("schedule", ("exponential", "linear", "cosine", "minus_sqrt"), wsd_style=self.wsd_style)
+            + _at_least("schedule", 1, wsd_steps=self.wsd_steps, wsd_samples=self.wsd_samples)
             + _at_least("schedule", 0, min_lr=self.min_lr, warmup_init=self.warmup_init)
             + _at_least("schedule", 1, decay_steps=self.decay_steps, decay_samples=self.decay_samples)
             + _at_least("schedule", 0, warmup_steps=self.warmup_steps, warmup_samples=self.warmup_samples)
@@ -320,14 +360,34 @@ class StepConfig:
     """Samples of one step over all ranks."""
     num_micro_batches: int | None = None
     """Micro-batches accumulated in one step."""
+    ramp_up: tuple[str, ...] = ()
+    """Global batch at the start, its increment, and the samples over which it grows to the full one."""
     dtype: str = "fp32"
-    """Weights and activations: fp32 or bf16. Master weights, gradients and moments are fp32 in both."""
+    """Weights and activations: fp32, bf16, fp16 or fp64. Master weights, gradients and moments are fp32 unless asked
+    otherwise (fp64 in fp64, which is for comparisons)."""
+    is_all_bf16: bool = False
+    """Whether master weights, gradients and moments are bf16 too: half the memory, small updates are lost."""
+    allows_tf32: bool = False
+    """Whether products of fp32 matrices may use TF32 on GPUs that have it: faster, 10 bits of mantissa."""
+    loss_scale: float | None = None
+    """Static loss scale of fp16 (dynamic if not given)."""
+    initial_loss_scale: float = 2.0**32
+    """Dynamic loss scale of the first step."""
+    min_loss_scale: float = 1.0
+    """Smallest dynamic loss scale."""
+    loss_scale_window: int = 1000
+    """Good steps in a row after which the scale is doubled."""
+    hysteresis: int = 2
+    """Overflows after which the scale is halved."""
 
     def __post_init__(self) -> None:
         _raise_faults(
             _at_least("step", 1, micro_batch_size=self.micro_batch_size, global_batch_size=self.global_batch_size)
             + _at_least("step", 1, num_micro_batches=self.num_micro_batches)
-            + _one_of("step", ("fp32", "bf16"), dtype=self.dtype)
+            + _one_of("step", ("fp32", "bf16", "fp16", "fp64"), dtype=self.dtype)
+            + _at_least("step", 1, loss_scale=self.loss_scale, initial_loss_scale=self.initial_loss_scale)
+            + _at_least("step", 1, min_loss_scale=self.min_loss_scale, hysteresis=self.hysteresis)
+            + _at_least("step", 1, loss_scale_window=self.loss_scale_window)
         )
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from megaflow_trainer.parallel.collectives import copy_from_first
@@ -28,8 +29,8 @@ class ParallelModel:
         return loss
 
 
-def parallelize(model: nn.Module, mesh: Mesh) -> ParallelModel:
+def parallelize(model: nn.Module, mesh: Mesh, *, grad_dtype: torch.dtype = torch.float32) -> ParallelModel:
     """Make a model with initial weights ready for the ranks of `mesh`. Broadcasts the weights of the first rank."""
     for weight in model.parameters():
         copy_from_first(weight.data, mesh.dp_group)
-    return ParallelModel(model, MainGradients(model, mesh.dp_group))
+    return ParallelModel(model, MainGradients(model, mesh.dp_group, grad_dtype))

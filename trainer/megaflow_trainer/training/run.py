@@ -14,8 +14,9 @@ from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import ATTENTION
 from megaflow_trainer.ops.registry import Need, choose
-from megaflow_trainer.optim.adamw import AdamW
-from megaflow_trainer.optim.schedule import build_schedule
+from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
+from megaflow_trainer.optim.scaler import build_scaler
+from megaflow_trainer.optim.schedule import build_planner
 from megaflow_trainer.parallel.apply import ParallelModel, parallelize
 from megaflow_trainer.parallel.collectives import do_on_first
 from megaflow_trainer.parallel.mesh import Mesh
@@ -42,7 +43,7 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
     data = open_data(config)
     config = with_vocabulary(config, data)
     model = build_model(config, mesh)
-    optimizer, schedule = AdamW(model.gradients.parameters, config.optim), build_schedule(config)
+    optimizer, planner = build_optimizer(model, config), build_planner(config)
     with build_loader(data.train, config, mesh) as loader:
         state = TrainState(model=model, optimizer=optimizer, loader=loader, data_fingerprint=data.train.fingerprint)
         start = resume_or_start(config, state, mesh)
@@ -51,8 +52,9 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
         feed = Feed(loader, mesh.device, clock, vocab_size=data.vocab_size, eod_id=data.eod_id)
         with StopVote(mesh) as stop, MetricsLog(config, mesh, clock) as log:
             for step in range(start + 1, config.last_step + 1):
-                consumed += config.step.sizes.global_batch_size
-                report = train_step(model, optimizer, feed, mesh, clock, config, lr=schedule.lr_at(consumed))
+                plan = planner.plan(consumed)
+                consumed += plan.num_samples
+                report = train_step(model, optimizer, feed, mesh, clock, config, plan=plan)
                 log.write(step, consumed, report)
                 if data.valid and is_due(step, config.eval.every, config.last_step):
                     with clock.phase(EVAL):
@@ -81,7 +83,8 @@ def describe_restart(config: TrainConfig) -> str:
 
 def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     """The model with initial weights, ready for the mesh."""
-    dtype = torch.bfloat16 if config.step.dtype == "bf16" else torch.float32
+    torch.set_float32_matmul_precision("high" if config.step.allows_tf32 else "highest")
+    dtype = torch.float64 if config.step.dtype == "fp64" else DTYPES[config.step.dtype]
     need = Need(
         device=mesh.device, dtype=dtype, head_dim=config.model.head_width, has_window=config.model.window is not None
     )
@@ -90,7 +93,15 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     init_weights(model, config.model, seed=config.seed)
     if config.checkpoint.init_from is not None:
         start_from(Path(config.checkpoint.init_from), model, config, mesh)
-    return parallelize(model, mesh)
+    return parallelize(model, mesh, grad_dtype=DTYPES[config.optim.main_grad_dtype])
+
+
+def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:
+    """The optimizer over what the mesh left to this rank."""
+    base = config.model.mup_base_dim
+    ratio = 1.0 if base is None or config.optim.kind != "adamw" else base / config.model.hidden_dim
+    parameters = model.gradients.parameters
+    return Optimizer(parameters, config.optim, mup_ratio=ratio, scaler=build_scaler(config.step))
 
 
 def start_from(folder: Path, model: GPT, config: TrainConfig, mesh: Mesh) -> None:
