@@ -255,6 +255,12 @@ def test_a_preset_is_below_the_recipe_and_the_recipe_below_the_flags(tmp_path: P
             "is not divisible by model.num_kv_heads (--num-query-groups) 5; use 4 or 6 groups",
         ),
         (("--loss-scale", "8"), "step.loss_scale (--loss-scale) is for fp16, and this run is fp32"),
+        (
+            ("--recompute-method", "block"),
+            "(--recompute-granularity) full, and it is none",
+        ),
+        (("--checkpoint-activations", "--recompute-num-layers", "13"), "is above model.num_layers (--num-layers) 12"),
+        (("--recompute-modules", "attention", "router"), "must be among attention, mlp, attention_norm, mlp_norm"),
         (("--all-bf16",), "is for bf16, and this run is fp32; give --bf16 or drop it"),
         (("--rampup-batch-size", "2", "2"), "takes three whole numbers, first batch, increment and samples, got 2 2"),
         (("--rampup-batch-size", "3", "2", "9", "--global-batch-size", "8"), "the increments must meet the full batch"),

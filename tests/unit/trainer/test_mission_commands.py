@@ -43,9 +43,6 @@ def test_the_lines_run_on_data_parallel_ranks() -> None:
     "flags, feature",
     [
         ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1", "tensor parallelism"),
-        ("--enable-activation-checkpointing", "activation recompute"),
-        ("--checkpoint-activations", "activation recompute"),
-        ("--recompute-granularity full --recompute-method block", "activation recompute"),
         ("--transformer-impl transformer_engine", "Transformer Engine layers"),
         ("--fp8-hybrid", "fp8"),
         ("--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01", "mixture of experts"),
@@ -65,6 +62,20 @@ def test_accumulation_in_both_spellings_and_a_cyclic_sampler() -> None:
     config, notes = read_command(["--train-iters", "3", "--data-path", "x", *flags.split()], world_size=2)
     assert (config.step.global_batch_size, config.data.num_threads) == (8, 4)
     assert any("--dataloader-type cyclic has no effect" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    "flags, granularity, method",
+    [
+        ("--enable-activation-checkpointing", "full", "uniform"),
+        ("--checkpoint-activations --checkpoint-num-layers 1", "full", "uniform"),
+        ("--recompute-granularity full --recompute-method block", "full", "block"),
+        ("--recompute-activations", "selective", None),
+    ],
+)
+def test_recompute_in_every_spelling(flags: str, granularity: str, method: str | None) -> None:
+    config, _ = read_command([*SECOND.split(), *flags.split()], world_size=8)
+    assert (config.recompute.granularity, config.recompute.method) == (granularity, method)
 
 
 def test_fp16_with_a_static_loss_scale() -> None:

@@ -18,6 +18,7 @@ def find_faults(config: TrainConfig, *, world_size: int) -> list[str]:
         + check_schedule(config.schedule, peak=config.optim.lr)
         + check_data(config)
         + check_precision(config)
+        + check_recompute(config)
     )
     return faults + ([] if faults else check_batch(config, world_size=world_size))
 
@@ -171,4 +172,19 @@ def check_precision(config: TrainConfig) -> list[str]:
         faults.append(f"optim.main_dtype bf16 is for bf16 runs, and this one is {step.dtype}; give --bf16 or drop it")
     if step.dtype == "fp64" and optim.is_offloaded:
         faults.append("optim.is_offloaded is not for fp64, which compares runs; drop one of them")
+    return faults
+
+
+def check_recompute(config: TrainConfig) -> list[str]:
+    """Settings of full recompute are given with it, and its blocks are there."""
+    own, faults = config.recompute, []
+    for name in ("method", "num_layers"):
+        if getattr(own, name) is not None and own.granularity != "full":
+            faults.append(
+                f"recompute.{name} is for recompute.granularity full, and it is {own.granularity}; give full or drop it"
+            )
+    if own.num_layers is not None and own.num_layers > config.model.num_layers:
+        faults.append(
+            f"recompute.num_layers {own.num_layers} is above model.num_layers {config.model.num_layers}; lower it"
+        )
     return faults

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from megaflow_trainer.config.batch import count_steps, solve_batch
-from megaflow_trainer.config.sections import OptimConfig, TrainConfig
+from megaflow_trainer.config.sections import OptimConfig, RecomputeConfig, TrainConfig
 
 
 def resolve(config: TrainConfig, *, world_size: int) -> tuple[TrainConfig, list[str]]:
@@ -29,6 +29,7 @@ def resolve(config: TrainConfig, *, world_size: int) -> tuple[TrainConfig, list[
         model=model,
         step=step,
         optim=_resolve_optim(config),
+        recompute=_resolve_recompute(config),
         log=dataclasses.replace(config.log, run_dir=run_dir),
     ), _list_notes(config)
 
@@ -42,6 +43,12 @@ def _resolve_optim(config: TrainConfig) -> OptimConfig:
     return dataclasses.replace(
         own, main_dtype="bf16", main_grad_dtype="bf16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
     )
+
+
+def _resolve_recompute(config: TrainConfig) -> RecomputeConfig:
+    if config.recompute.granularity != "full":
+        return config.recompute
+    return dataclasses.replace(config.recompute, method=config.recompute.method or "uniform")
 
 
 def _list_notes(config: TrainConfig) -> list[str]:

@@ -398,6 +398,36 @@ class StepConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputeConfig:
+    """What is computed again in backward instead of being kept, and how the rest is kept."""
+
+    granularity: str = "none"
+    """none, selective (parts of every block) or full (whole blocks)."""
+    method: str | None = None
+    """Which blocks full recompute takes: uniform (every run of num_layers) or block (the first num_layers); uniform if
+    not given."""
+    num_layers: int | None = None
+    """Blocks in a run of uniform (1 if not given), or blocks that are computed again (all if not given)."""
+    modules: tuple[str, ...] = ("attention",)
+    """Parts that selective recompute takes: attention, mlp, attention_norm, mlp_norm."""
+    compression: str = "none"
+    """How activations are kept for backward: none (as they are), bf16 or fp8. Gradients change a little."""
+    is_offloaded: bool = False
+    """Whether activations wait for backward in the CPU's memory."""
+
+    def __post_init__(self) -> None:
+        known = ("attention", "mlp", "attention_norm", "mlp_norm")
+        others = [name for name in self.modules if name not in known]
+        _raise_faults(
+            _one_of("recompute", ("none", "selective", "full"), granularity=self.granularity)
+            + _one_of("recompute", ("uniform", "block"), method=self.method)
+            + _one_of("recompute", ("none", "bf16", "fp8"), compression=self.compression)
+            + _at_least("recompute", 1, num_layers=self.num_layers)
+            + [f"recompute.modules must be among {', '.join(known)}, got {name!r}" for name in others]
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
     """Validation during the run."""
 
@@ -460,6 +490,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     step: StepConfig = field(default_factory=StepConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

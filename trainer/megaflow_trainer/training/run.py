@@ -93,7 +93,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     init_weights(model, config.model, seed=config.seed)
     if config.checkpoint.init_from is not None:
         start_from(Path(config.checkpoint.init_from), model, config, mesh)
-    return parallelize(model, mesh, grad_dtype=DTYPES[config.optim.main_grad_dtype])
+    return parallelize(model, mesh, recompute=config.recompute, grad_dtype=DTYPES[config.optim.main_grad_dtype])
 
 
 def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:
