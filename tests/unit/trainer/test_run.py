@@ -291,3 +291,19 @@ def test_how_a_batch_is_cut_changes_nothing(
         curves.append([line["lm_loss"] for line in read_metrics(tmp_path / micro)])
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], abs=tolerance)
+
+
+def test_a_part_too_short_for_one_sample_is_refused_before_the_model_is_built(prefix: str, tmp_path: Path) -> None:
+    flags = [*LENGTH, "--seq-length", "64", "--split", "98,2,0", "--eval-interval", "2", "--run-dir", str(tmp_path)]
+    with pytest.raises(ConfigError, match=r"the valid part of --split 98,2,0 has \d+ tokens, and one sample .*65"):
+        run_tiny(prefix, [*flags, "--num-layers", "100000"])  # a model that would not fit
+
+
+def test_a_token_outside_the_vocabulary_is_refused_before_the_model_is_built(prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"token 63 occurs in the data, and the vocabulary has 50 tokens \(0 to 49\)"):
+        run_tiny(prefix, [*LENGTH, "--vocab-size", "50", "--num-layers", "100000", "--run-dir", str(tmp_path)])
+
+
+def test_data_read_several_times_are_said(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_tiny(prefix, ["--train-iters", "2", "--global-batch-size", "128", "--run-dir", str(tmp_path)])
+    assert "is read 2 times" in capsys.readouterr().out
