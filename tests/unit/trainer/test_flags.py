@@ -233,7 +233,6 @@ RUN = (
         "--prefetch",
         "--eod-mask-loss",
         "--clip-grad",
-        "--tf32",
     ),
     *("--train-samples", "--eval-interval", "--eval-iters", "--save", "--load", "--save-interval", "--log-interval"),
     *(

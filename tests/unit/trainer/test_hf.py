@@ -189,10 +189,10 @@ def test_a_narrower_or_wider_model_does_not_grow() -> None:
 def test_the_converter_writes_recipe_and_folder(prefix: str, tmp_path: Path) -> None:
     import convert_hf
 
-    config = make_shape(**SHAPES["llama"], vocab_multiple=1)
+    config = make_shape(**SHAPES["llama"], vocab_multiple=1, vocab_size=64)
     write_hf(tmp_path / "hf", config, make_weights(config))
     assert convert_hf.main(["recipe", str(tmp_path / "hf"), str(tmp_path / "m.yaml")]) == 0
-    flags = ["--config", str(tmp_path / "m.yaml"), *TINY[6:], "--vocab-size", "61", "--train-iters", "1", "--lr", "0"]
+    flags = ["--config", str(tmp_path / "m.yaml"), *TINY[6:], "--train-iters", "1", "--lr", "0"]
     flags += ["--make-vocab-size-divisible-by", "1", "--data-path", prefix, "--save", str(tmp_path / "run")]
     run_tiny(prefix, [*flags, "--init-from", str(tmp_path / "hf")], base=[])
     assert convert_hf.main(["export", str(tmp_path / "run"), str(tmp_path / "back")]) == 0

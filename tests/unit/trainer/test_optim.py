@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
-from megaflow_trainer.config.sections import OptimConfig, StepConfig
+from megaflow_trainer.config.arithmetic import count_state_bytes
+from megaflow_trainer.config.sections import ModelConfig, OptimConfig, StepConfig
+from megaflow_trainer.model.gpt import build_gpt
+from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.optim.clip import clip_factor
-from megaflow_trainer.optim.optimizer import Optimizer
+from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
 from megaflow_trainer.optim.rules import orthogonalise
 from megaflow_trainer.optim.scaler import LossScaler
 from megaflow_trainer.parallel.data import MainGradients
@@ -224,3 +228,31 @@ def test_a_scale_stops_at_its_minimum_and_a_static_one_never_moves() -> None:
 @pytest.mark.parametrize("norm, largest, factor", [(0.5, 1.0, 1.0), (4.0, 1.0, 0.25), (4.0, 0.0, 1.0), (0.0, 1.0, 1.0)])
 def test_clipping_limits_the_norm_and_leaves_small_ones(norm: float, largest: float, factor: float) -> None:
     assert clip_factor(torch.tensor(norm), largest).item() == pytest.approx(factor, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "step, optim",
+    [
+        ({}, {}),
+        ({"dtype": "bf16"}, {}),
+        ({"dtype": "fp16"}, {"exp_avg_dtype": "bf16"}),
+        ({"dtype": "bf16"}, {"main_dtype": "bf16", "main_grad_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
+        ({}, {"kind": "lion", "is_offloaded": True}),
+        ({}, {"kind": "sgd", "sgd_momentum": 0.0}),
+        ({"dtype": "fp64"}, {}),
+    ],
+)
+def test_memory_by_formula_is_that_of_the_real_tensors(step: dict[str, str], optim: dict[str, Any]) -> None:
+    shape = ModelConfig(num_layers=1, hidden_dim=32, num_heads=4, max_positions=32, vocab_size=64, vocab_multiple=64)
+    asked, own = StepConfig(**step), OptimConfig(**optim)
+    dtype = torch.float64 if asked.dtype == "fp64" else DTYPES[asked.dtype]
+    model = build_gpt(shape, Sockets(), device=torch.device("cpu"), dtype=dtype)
+    gradients = MainGradients(model, None, DTYPES[own.main_grad_dtype])
+    optimizer = Optimizer(gradients.parameters, own)
+    apart = [m for name, m in optimizer.masters.items() if m.data_ptr() != optimizer.weights[name].data_ptr()]
+    states = [value for slot in optimizer.slots.values() for key, value in slot.state.items() if key != "step"]
+    assert count_state_bytes(shape, asked, own) == {
+        "weights": sum(weight.nbytes for weight in model.parameters()),
+        "gradients": gradients.buffer.nbytes,
+        "optimizer": sum(tensor.nbytes for tensor in [*apart, *states]),
+    }

@@ -5,7 +5,7 @@ Legend: L layers, h hidden, f ffn, v vocabulary (padded), p positions, s sequenc
 
 from __future__ import annotations
 
-from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.config.sections import ModelConfig, OptimConfig, StepConfig
 
 _PEAK_BF16: tuple[tuple[str, float], ...] = (
     ("B200", 2250e12),
@@ -72,6 +72,25 @@ def _count_linear(inputs: int, outputs: int, *, has_bias: bool) -> int:
 
 def _count_norm(model: ModelConfig, width: int) -> int:
     return 2 * width if model.norm == "LayerNorm" else width
+
+
+def count_state_bytes(model: ModelConfig, step: StepConfig, optim: OptimConfig) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer (masters and states) on a rank that holds all of them.
+
+    Muon's states are counted as AdamW's, which is what it has for embeddings, and more than it has for the rest.
+    """
+    n = count_parameters(model)
+    wide = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+    is_wide, weight = step.dtype == "fp64", wide[step.dtype]
+    main, grad, first, second = (
+        8 if is_wide else wide[dtype]
+        for dtype in (optim.main_dtype, optim.main_grad_dtype, optim.exp_avg_dtype, optim.exp_avg_sq_dtype)
+    )
+    has_copy = optim.is_offloaded or main != weight
+    states = first + (second if optim.kind in ("adamw", "adam", "muon") else 0)
+    if optim.kind == "sgd" and optim.sgd_momentum == 0:
+        states = 0
+    return {"weights": weight * n, "gradients": grad * n, "optimizer": ((main if has_copy else 0) + states) * n}
 
 
 def count_flops_per_token(model: ModelConfig, *, seq_len: int, is_causal: bool) -> float:
