@@ -12,6 +12,7 @@ import torch
 from helpers.pairs import write_pair
 from helpers.runs import SHAPE, read_curve, read_metrics, read_tensors, run_tiny
 from megaflow.errors import CheckpointError, ConfigError, FileAccessError, MissingFileError, TokenizerError
+from megaflow_trainer.training import run as run_module
 from megaflow_trainer.training.clock import PHASES
 
 STEPS = 6
@@ -293,15 +294,28 @@ def test_how_a_batch_is_cut_changes_nothing(
         assert curve == pytest.approx(curves[0], abs=tolerance)
 
 
-def test_a_part_too_short_for_one_sample_is_refused_before_the_model_is_built(prefix: str, tmp_path: Path) -> None:
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails as soon as a model is built."""
+
+    def build(*args: object) -> None:
+        raise AssertionError("a model is built")
+
+    monkeypatch.setattr(run_module, "build_model", build)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_part_too_short_for_one_sample_is_refused_before_the_model_is_built(tmp_path: Path) -> None:
+    made = write_pair(tmp_path / "d", document_tokens=30)  # the valid part is one document of at most 45 tokens
     flags = [*LENGTH, "--seq-length", "64", "--split", "98,2,0", "--eval-interval", "2", "--run-dir", str(tmp_path)]
     with pytest.raises(ConfigError, match=r"the valid part of --split 98,2,0 has \d+ tokens, and one sample .*65"):
-        run_tiny(prefix, [*flags, "--num-layers", "100000"])  # a model that would not fit
+        run_tiny(made, flags)
 
 
+@pytest.mark.usefixtures("no_model")
 def test_a_token_outside_the_vocabulary_is_refused_before_the_model_is_built(prefix: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"token 63 occurs in the data, and the vocabulary has 50 tokens \(0 to 49\)"):
-        run_tiny(prefix, [*LENGTH, "--vocab-size", "50", "--num-layers", "100000", "--run-dir", str(tmp_path)])
+        run_tiny(prefix, [*LENGTH, "--vocab-size", "50", "--run-dir", str(tmp_path)])
 
 
 def test_data_read_several_times_are_said(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
