@@ -5,7 +5,12 @@ It differs from `megaflow-preprocess` in its defaults alone: the end of document
 text that spells a special token becomes the token, and an input without documents gives an empty pair.
 """
 
-from megaflow.cli.preprocess import main
+import sys
+
+try:
+    from megaflow.cli.preprocess import main
+except ImportError as missing:
+    sys.exit(f"preprocess_data.py: {missing}; run `make build` and `. .venv/bin/activate`, or pip install megaflow")
 
 if __name__ == "__main__":
     raise SystemExit(main(prog="preprocess_data.py", megatron_defaults=True))

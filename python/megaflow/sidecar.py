@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megaflow.errors import DataFormatError
+from megaflow.errors import DataFormatError, FileAccessError
 
 
 def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -19,12 +19,17 @@ def read_sidecar(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
 
     Raises:
         DataFormatError: if the file is not a sidecar of a version that is known.
+        FileAccessError: if it cannot be read.
     """
     path = Path(f"{os.fspath(prefix)}.json")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
+    except UnicodeDecodeError as error:
+        raise DataFormatError(f"{path}: expected a sidecar in UTF-8, byte {error.start} is not") from None
+    except OSError as error:
+        raise FileAccessError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         content = json.loads(text)
     except ValueError as error:

@@ -16,7 +16,8 @@ from helpers.ranks import RankPool
 from helpers.runs import TINY, one_rank, read_curve, read_metrics, read_tensors, run_tiny
 from megaflow.errors import CheckpointError, ConfigError, FileAccessError
 from megaflow_trainer.config import TrainConfig, read_command
-from megaflow_trainer.optim.adamw import AdamW
+from megaflow_trainer.optim.optimizer import Optimizer
+from megaflow_trainer.optim.schedule import StepPlan
 from megaflow_trainer.parallel import data as data_parallel
 from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
 from megaflow_trainer.parallel.mesh import Mesh
@@ -66,12 +67,14 @@ def run_steps(mesh: Mesh, micro: int, eod_id: int | None, *flags: str) -> dict[s
     """Losses, norms and weights of a few steps, and the gradients of the first."""
     config = make_config(mesh.world_size, micro, *flags)
     model = build_model(config, mesh)
-    optimizer = AdamW(model.gradients.parameters, config.optim)
+    optimizer = Optimizer(model.gradients.parameters, config.optim)
     clock = Clock(mesh.device)
     feed = Feed(ListLoader(micro, mesh), mesh.device, clock, vocab_size=64, eod_id=eod_id)  # type: ignore[arg-type]
+    count = config.step.sizes.num_micro_batches
+    plan = StepPlan(lr=1e-3, weight_decay=0.01, num_micro_batches=count, num_samples=GLOBAL_BATCH)
     losses, norms, grads = [], [], {}
     for step in range(STEPS):
-        report = train_step(model, optimizer, feed, mesh, clock, config, lr=1e-3)
+        report = train_step(model, optimizer, feed, mesh, clock, config, plan=plan)
         losses.append(report.loss.item())
         norms.append(report.grad_norm.item())
         if step == 0:

@@ -42,11 +42,14 @@ def fault(*flags: str, world_size: int = 1, run: tuple[str, ...] = RUN) -> str:
 def test_every_flag_sets_its_field(flag: Flag) -> None:
     kind = fields.list_fields()[flag.field].kind
     text, value = (None, flag.constant) if flag.is_switch else SAMPLES[kind]
+    if flag.field == "model.preset":
+        text = value = "gpt2_small"
     parsed = parse_flags([flag.name] if text is None else [flag.name, text])
-    assert parsed.values == {flag.field: value}
+    assert parsed.values[flag.field] == value
+    assert flag.field == "model.preset" or len(parsed.values) == 1
     assert not parsed.faults
     if text is not None:
-        assert parse_flags([f"{flag.name}={text}"]).values == {flag.field: value}
+        assert parse_flags([f"{flag.name}={text}"]).values == parsed.values
 
 
 def test_every_field_has_help() -> None:
@@ -133,7 +136,10 @@ def test_a_fault_does_not_bring_others_that_follow_from_it() -> None:
         (("--lr",), "--lr takes one value, got none"),
         (("--lr", "1", "2"), "--lr takes one value, got 1 2"),
         (("--num-layers", "2.5"), "--num-layers takes a whole number"),
-        (("--lr-decay-style", "exotic"), "must be one of cosine, linear, constant, got 'exotic'"),
+        (
+            ("--lr-decay-style", "exotic"),
+            "constant, inverse-square-root, WSD, got 'exotic'",
+        ),
         (("--split", "9,x"), "data.split (--split) must be up to three weights such as 969,30,1, got '9,x'"),
         (("--data-path", "a", "b"), "this version does not have blends"),
         (("--min-lr", "1"), "schedule.min_lr (--min-lr) 1.0 is above optim.lr (--lr) 0.0003; lower it"),
@@ -229,6 +235,45 @@ def test_a_recipe_with_an_unknown_field_names_the_nearest(tmp_path: Path) -> Non
     text = fault("--config", str(recipe))
     assert "model.num_layer is not a field; the nearest known one is model.num_layers" in text
     assert "takes a whole number, got 'many'" in text
+
+
+def test_a_preset_is_below_the_recipe_and_the_recipe_below_the_flags(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model:\n  preset: llama3_8b\n  num_layers: 2\n  num_heads: 16\n")
+    model = read("--config", str(recipe), "--num-attention-heads", "8").model
+    assert (model.hidden_dim, model.num_layers, model.num_heads, model.activation) == (4096, 2, 8, "swiglu")
+    assert read("--preset", "gpt2_xl").model.num_layers == 48
+    assert "model.preset (--preset) 'lama3_8b' is not known; the nearest known one is llama3_8b" in fault(
+        "--preset", "lama3_8b"
+    )
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            ("--num-query-groups", "5"),
+            "is not divisible by model.num_kv_heads (--num-query-groups) 5; use 4 or 6 groups",
+        ),
+        (("--loss-scale", "8"), "step.loss_scale (--loss-scale) is for fp16, and this run is fp32"),
+        (
+            ("--recompute-method", "block"),
+            "(--recompute-granularity) full, and it is none",
+        ),
+        (("--checkpoint-activations", "--recompute-num-layers", "13"), "is above model.num_layers (--num-layers) 12"),
+        (("--recompute-modules", "attention", "router"), "must be among attention, mlp, attention_norm, mlp_norm"),
+        (("--all-bf16",), "is for bf16, and this run is fp32; give --bf16 or drop it"),
+        (("--rampup-batch-size", "2", "2"), "takes three whole numbers, first batch, increment and samples, got 2 2"),
+        (("--rampup-batch-size", "3", "2", "9", "--global-batch-size", "8"), "the increments must meet the full batch"),
+        (("--multi-latent-attention",), "give model.position_kind (--position-embedding-type) rope"),
+        (("--position-embedding-type", "rope", "--rotary-percent", "2"), "must be in (0, 1], got 2.0"),
+        (("--position-embedding-type", "alibi"), "must be one of learned_absolute, rope, none"),
+        (("--rotary-scaling", "yarn"), "needs model.rotary_factor (--rotary-scaling-factor) above 1"),
+        (("--normalization", "BatchNorm"), "must be one of LayerNorm, RMSNorm"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(flags: tuple[str, ...], words: str) -> None:
+    assert words in fault(*flags)
 
 
 def test_a_missing_or_broken_recipe_is_one_sentence(tmp_path: Path) -> None:

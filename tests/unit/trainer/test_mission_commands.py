@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
+
 import pytest
 
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
+from megaflow_trainer.config.command import list_flag_names
+
+ROOT = Path(__file__).resolve().parents[3]
+NOT_OURS = {  # flags of the preprocessing tool, torchrun, docker and Slurm
+    *("--append-eod", "--input", "--output-prefix", "--workers", "--master_addr", "--master_port", "--nnodes"),
+    *("--node_rank", "--nproc_per_node", "--gpus", "--gpus-per-node", "--nodes", "--shm-size", "--ulimit"),
+}
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 64"
 FIRST = (
@@ -43,10 +54,6 @@ def test_the_lines_run_on_data_parallel_ranks() -> None:
     "flags, feature",
     [
         ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1", "tensor parallelism"),
-        ("--enable-activation-checkpointing", "activation recompute"),
-        ("--checkpoint-activations", "activation recompute"),
-        ("--recompute-granularity full --recompute-method block", "activation recompute"),
-        ("--fp16 --loss-scale 4096", "fp16 with loss scaling"),
         ("--transformer-impl transformer_engine", "Transformer Engine layers"),
         ("--fp8-hybrid", "fp8"),
         ("--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01", "mixture of experts"),
@@ -68,7 +75,69 @@ def test_accumulation_in_both_spellings_and_a_cyclic_sampler() -> None:
     assert any("--dataloader-type cyclic has no effect" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    "flags, granularity, method",
+    [
+        ("--enable-activation-checkpointing", "full", "uniform"),
+        ("--checkpoint-activations --checkpoint-num-layers 1", "full", "uniform"),
+        ("--recompute-granularity full --recompute-method block", "full", "block"),
+        ("--recompute-activations", "selective", None),
+    ],
+)
+def test_recompute_in_every_spelling(flags: str, granularity: str, method: str | None) -> None:
+    config, _ = read_command([*SECOND.split(), *flags.split()], world_size=8)
+    assert (config.recompute.granularity, config.recompute.method) == (granularity, method)
+
+
+def test_fp16_with_a_static_loss_scale() -> None:
+    config, _ = read_command([*SECOND.split(), "--fp16", "--loss-scale", "4096"], world_size=8)
+    assert (config.step.dtype, config.step.loss_scale) == ("fp16", 4096.0)
+
+
 @pytest.mark.parametrize("rank", ["--local-rank=0", "--local_rank=0", "--local_rank 0"])
 def test_both_spellings_of_the_launchers_rank_are_accepted_in_silence(rank: str) -> None:
     _, notes = read_command([*rank.split(), "--train-iters", "3", "--data-path", "x"], world_size=1)
     assert notes == []
+
+
+SHARED = Path(os.environ.get("MEGAFLOW_SHARED", ROOT.parent / "shared"))
+SHELL = {"TP": "2", "PP": "1", "CP": "1", "NUM_LAYERS": "4", "HIDDEN_SIZE": "32", "NUM_HEADS": "4", "SEQ_LEN": "16"}
+SHELL |= {"MICRO_BATCH": "1", "GLOBAL_BATCH": "16", "LR": "3e-4"}
+
+
+def find_seed_commands() -> list[list[str]]:
+    """The flags after pretrain_gpt.py in every article, shell variables replaced by small numbers."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted((SHARED / "seeds").glob("*.txt"))]
+    after = [part.split() for text in texts for part in text.split("pretrain_gpt.py")[1:]]
+    commands = [take_flags([word for word in words if word != "\\"]) for words in after]
+    return [command for command in commands if len(command) > 8]
+
+
+def take_flags(words: list[str]) -> list[str]:
+    """The words up to the first that is neither a flag nor a flag's value."""
+    taken: list[str] = []
+    for word in words:
+        is_value = bool(taken) and taken[-1].startswith("--") and word.isascii()
+        if not word.startswith("--") and not is_value:
+            break
+        taken.append(SHELL.get(word[1:], "1") if word.startswith("$") else word)
+    return taken
+
+
+@pytest.mark.skipif(not (SHARED / "seeds").exists(), reason="MEGAFLOW_SHARED names no folder with seeds/")
+def test_every_training_line_of_the_articles_is_read_or_refused_for_what_is_not_built() -> None:
+    commands = find_seed_commands()
+    assert len(commands) >= 3
+    for flags in commands:
+        try:
+            read_command(flags, world_size=8)
+        except ConfigError as error:
+            for line in str(error).removeprefix("error: ").split("\n"):
+                assert "this version does not have" in line or "faults in the configuration" in line, (flags, line)
+
+
+@pytest.mark.skipif(not (SHARED / "seeds").exists(), reason="MEGAFLOW_SHARED names no folder with seeds/")
+def test_every_flag_that_the_articles_name_in_passing_is_known() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in sorted((SHARED / "seeds").glob("*.txt"))]
+    named = {flag for text in texts for flag in re.findall(r"--[a-z][a-z0-9_-]+[a-z0-9]", text)}
+    assert named - set(list_flag_names()) - NOT_OURS == set()

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 
-from megaflow_trainer.config.sections import OptimConfig
-from megaflow_trainer.optim.adamw import AdamW
+from megaflow_trainer.config.arithmetic import count_state_bytes
+from megaflow_trainer.config.sections import ModelConfig, OptimConfig, StepConfig
+from megaflow_trainer.model.gpt import build_gpt
+from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.optim.clip import clip_factor
+from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
+from megaflow_trainer.optim.rules import orthogonalise
+from megaflow_trainer.optim.scaler import LossScaler
 from megaflow_trainer.parallel.data import MainGradients
 
 CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
 
 
-def make(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, MainGradients, AdamW]:
+def make(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, MainGradients, Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.LayerNorm(3)).to(dtype)
     gradients = MainGradients(model, None)
-    return model, gradients, AdamW(gradients.parameters, CONFIG)
+    return model, gradients, Optimizer(gradients.parameters, CONFIG)
 
 
 def step_by_hand(weight: torch.Tensor, grads: list[torch.Tensor], decay: float) -> torch.Tensor:
@@ -77,6 +85,174 @@ def test_norm_is_that_of_all_gradients_once() -> None:
     assert gradients.norm().item() == pytest.approx(flat.norm().item(), rel=1e-6)
 
 
+def run_rule(
+    kind: str, config: OptimConfig, dtype: torch.dtype = torch.float32
+) -> tuple[Optimizer, list[torch.Tensor]]:
+    """Three steps of an optimizer on a matrix and a bias, and the gradients of the matrix."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4))
+    gradients = MainGradients(model, None)
+    optimizer = Optimizer(gradients.parameters, dataclasses.replace(config, kind=kind))
+    given = []
+    for _ in range(3):
+        gradients.buffer.normal_()
+        given.append(gradients.parameters[0].main_grad.double().clone())
+        optimizer.step(1e-2)
+    return optimizer, given
+
+
+def start_matrix() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.nn.Linear(6, 4).weight.detach().double()
+
+
+def test_lion_follows_its_equations() -> None:
+    optimizer, given = run_rule("lion", CONFIG)
+    w, m = start_matrix(), torch.zeros(4, 6, dtype=torch.float64)
+    for g in given:
+        w, m = w * (1 - 1e-3) - 1e-2 * (0.9 * m + 0.1 * g).sign(), 0.95 * m + 0.05 * g
+    torch.testing.assert_close(optimizer.masters["0.weight"].double(), w, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_follows_its_equations(momentum: float) -> None:
+    optimizer, given = run_rule("sgd", dataclasses.replace(CONFIG, sgd_momentum=momentum))
+    w, m = start_matrix(), torch.zeros(4, 6, dtype=torch.float64)
+    for g in given:
+        m = momentum * m + g
+        w = w * (1 - 1e-3) - 1e-2 * m
+    torch.testing.assert_close(optimizer.masters["0.weight"].double(), w, atol=1e-6, rtol=1e-5)
+    assert ("momentum.0.weight" in optimizer.list_tensors()) == (momentum > 0)
+
+
+def test_orthogonalising_keeps_directions_and_evens_singular_values() -> None:
+    for shape in ((8, 24), (24, 8)):
+        matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+        inner = u.T @ orthogonalise(matrix) @ vh.T
+        assert ((inner.diagonal() > 0.6) & (inner.diagonal() < 1.25)).all()
+        assert (inner - inner.diagonal().diag()).abs().max() < 1e-3
+
+
+def test_muon_moves_inner_matrices_and_adamw_the_rest() -> None:
+    optimizer, given = run_rule("muon", CONFIG)
+    saved = optimizer.list_tensors()
+    assert {"momentum.0.weight", "exp_avg.0.bias", "exp_avg_sq.0.bias", "step.0.bias"} == set(saved)
+    w, m = start_matrix().float(), torch.zeros(4, 6)
+    for g in given:
+        m = 0.95 * m + g.float()
+        w = w * (1 - 1e-3) - 1e-2 * 0.2 * 6**0.5 * orthogonalise(g.float() + 0.95 * m)
+    torch.testing.assert_close(optimizer.masters["0.weight"], w)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lion", "sgd", "muon"])
+def test_offloaded_states_lie_on_the_cpu_and_give_the_same_bits(kind: str) -> None:
+    plain, _ = run_rule(kind, CONFIG)
+    away, _ = run_rule(kind, dataclasses.replace(CONFIG, is_offloaded=True))
+    for name, weight in away.weights.items():
+        assert torch.equal(weight, plain.weights[name])
+        assert away.masters[name].data_ptr() != weight.data_ptr()
+    assert all(tensor.device.type == "cpu" for tensor in away.list_tensors().values())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lion", "sgd", "muon"])
+def test_states_in_16_bits_are_half_the_memory_and_nearly_the_same_step(kind: str) -> None:
+    wide, _ = run_rule(kind, CONFIG)
+    narrow, _ = run_rule(kind, dataclasses.replace(CONFIG, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"))
+    for key, value in narrow.list_tensors().items():
+        assert value.dtype == (torch.float32 if key.startswith("step") else torch.bfloat16)
+    if kind != "lion":  # where a sign may turn
+        start = start_matrix().float()
+        moved = (wide.weights["0.weight"] - start).norm()
+        assert (wide.weights["0.weight"] - narrow.weights["0.weight"]).norm() < 0.02 * moved
+
+
+def test_all_bf16_keeps_nothing_in_fp32() -> None:
+    narrow = dataclasses.replace(CONFIG, main_dtype="bf16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3)).to(torch.bfloat16)
+    gradients = MainGradients(model, None, torch.bfloat16)
+    optimizer = Optimizer(gradients.parameters, narrow)
+    before = model[0].weight.detach().clone()
+    gradients.buffer.fill_(1.0)
+    optimizer.step(1e-2)
+    assert not torch.equal(model[0].weight, before)
+    assert optimizer.masters["0.weight"].data_ptr() == model[0].weight.data_ptr()
+    assert {value.dtype for key, value in optimizer.list_tensors().items() if not key.startswith("step")} == {
+        torch.bfloat16
+    }
+
+
+def test_named_weights_are_spared_from_decay() -> None:
+    spared, _ = run_rule("sgd", dataclasses.replace(CONFIG, no_decay=("0.w*",), sgd_momentum=0.0, weight_decay=0.5))
+    decayed, _ = run_rule("sgd", dataclasses.replace(CONFIG, sgd_momentum=0.0, weight_decay=0.5))
+    plain, _ = run_rule("sgd", dataclasses.replace(CONFIG, sgd_momentum=0.0, weight_decay=0.0))
+    assert torch.equal(spared.weights["0.weight"], plain.weights["0.weight"])
+    assert not torch.equal(spared.weights["0.weight"], decayed.weights["0.weight"])
+
+
+def test_mu_p_moves_inner_matrices_at_a_part_of_the_rate() -> None:
+    model = torch.nn.ModuleDict({"blocks": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 4)})
+    gradients = MainGradients(model, None)
+    optimizer = Optimizer(gradients.parameters, CONFIG, mup_ratio=0.25)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    gradients.buffer.fill_(1.0)
+    optimizer.step(1e-2, 0.0)
+    moved = {name: (before[name] - weight).mean().item() for name, weight in model.named_parameters()}
+    assert moved["blocks.weight"] == pytest.approx(moved["head.weight"] / 4, rel=1e-3)
+
+
+def test_the_history_of_a_dynamic_scale() -> None:
+    scaler = LossScaler(StepConfig(dtype="fp16", initial_loss_scale=64.0, loss_scale_window=3, hysteresis=2))
+    history = []
+    for is_finite in (False, False, False, True, True, True, False, True, True, True, False):
+        scaler.update(is_finite=is_finite)
+        history.append(scaler.scale)
+    assert history == [64, 32, 16, 16, 16, 32, 32, 32, 32, 64, 64]
+    assert scaler.num_skipped == 5
+    again = LossScaler(StepConfig(dtype="fp16"))
+    again.load_state_dict(scaler.state_dict())
+    again.update(is_finite=False)
+    assert again.scale == 32
+
+
+def test_a_scale_stops_at_its_minimum_and_a_static_one_never_moves() -> None:
+    low = LossScaler(StepConfig(dtype="fp16", initial_loss_scale=2.0, min_loss_scale=1.0, hysteresis=1))
+    static = LossScaler(StepConfig(dtype="fp16", loss_scale=128.0, loss_scale_window=1))
+    for scaler in (low, static):
+        for is_finite in (False, False, False, False):
+            scaler.update(is_finite=is_finite)
+    static.update(is_finite=True)
+    assert (low.scale, static.scale, static.num_skipped) == (1.0, 128.0, 4)
+
+
 @pytest.mark.parametrize("norm, largest, factor", [(0.5, 1.0, 1.0), (4.0, 1.0, 0.25), (4.0, 0.0, 1.0), (0.0, 1.0, 1.0)])
 def test_clipping_limits_the_norm_and_leaves_small_ones(norm: float, largest: float, factor: float) -> None:
     assert clip_factor(torch.tensor(norm), largest).item() == pytest.approx(factor, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "step, optim",
+    [
+        ({}, {}),
+        ({"dtype": "bf16"}, {}),
+        ({"dtype": "fp16"}, {"exp_avg_dtype": "bf16"}),
+        ({"dtype": "bf16"}, {"main_dtype": "bf16", "main_grad_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
+        ({}, {"kind": "lion", "is_offloaded": True}),
+        ({}, {"kind": "sgd", "sgd_momentum": 0.0}),
+        ({"dtype": "fp64"}, {}),
+    ],
+)
+def test_memory_by_formula_is_that_of_the_real_tensors(step: dict[str, str], optim: dict[str, Any]) -> None:
+    shape = ModelConfig(num_layers=1, hidden_dim=32, num_heads=4, max_positions=32, vocab_size=64, vocab_multiple=64)
+    asked, own = StepConfig(**step), OptimConfig(**optim)
+    dtype = torch.float64 if asked.dtype == "fp64" else DTYPES[asked.dtype]
+    model = build_gpt(shape, Sockets(), device=torch.device("cpu"), dtype=dtype)
+    gradients = MainGradients(model, None, DTYPES[own.main_grad_dtype])
+    optimizer = Optimizer(gradients.parameters, own)
+    apart = [m for name, m in optimizer.masters.items() if m.data_ptr() != optimizer.weights[name].data_ptr()]
+    states = [value for slot in optimizer.slots.values() for key, value in slot.state.items() if key != "step"]
+    assert count_state_bytes(shape, asked, own) == {
+        "weights": sum(weight.nbytes for weight in model.parameters()),
+        "gradients": gradients.buffer.nbytes,
+        "optimizer": sum(tensor.nbytes for tensor in [*apart, *states]),
+    }

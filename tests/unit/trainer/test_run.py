@@ -22,7 +22,7 @@ from megaflow.errors import (
     MissingFileError,
     TokenizerError,
 )
-from megaflow_trainer.training import run
+from megaflow_trainer.training import run as run_module
 from megaflow_trainer.training.clock import PHASES
 
 STEPS = 6
@@ -41,7 +41,18 @@ def copy_step(source: Path, target: Path, step: int) -> None:
     shutil.copytree(source / f"iter_{step:07d}", target / f"iter_{step:07d}")
 
 
-@pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        (),
+        ("--bf16",),
+        ("--fp16", "--loss-scale-window", "2", "--rampup-batch-size", "2", "2", "6"),
+        ("--bf16", "--all-bf16", "--optimizer", "muon"),
+        ("--optimizer", "lion", "--optimizer-cpu-offload", "--exp-avg-dtype", "bf16"),
+        ("--bf16", "--exp-avg-dtype", "bf16", "--mtp-num-layers", "1", "--lr-decay-style", "WSD"),
+    ],
+    ids=["fp32", "bf16", "fp16", "all_bf16_muon", "lion_offloaded", "narrow_states"],
+)
 def test_resuming_at_any_step_equals_the_straight_run_to_the_bit(
     prefix: str, tmp_path: Path, dtype: tuple[str, ...]
 ) -> None:
@@ -103,7 +114,7 @@ def test_another_precision_goes_on_from_the_full_weights(prefix: str, tmp_path: 
     assert read_curve(tmp_path)[-1][1] < read_curve(tmp_path)[0][1]
 
 
-@pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [(), ("--bf16",), ("--fp16",)], ids=["fp32", "bf16", "fp16"])
 def test_a_run_learns(prefix: str, tmp_path: Path, dtype: tuple[str, ...]) -> None:
     flags = ["--train-iters", "60", "--global-batch-size", "8", "--lr", "1e-2", *dtype]
     run_tiny(prefix, [*flags, "--micro-batch-size", "8", "--run-dir", str(tmp_path)])
@@ -311,7 +322,7 @@ def test_a_metrics_file_that_cannot_be_written_is_said(prefix: str, tmp_path: Pa
 def test_evaluation_and_saving_are_not_in_the_step_time(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, save = run.evaluate, run.save_checkpoint
+    evaluate, save = run_module.evaluate, run_module.save_checkpoint
 
     def slow(function: Callable[..., Any]) -> Callable[..., Any]:
         def paused(*args: Any) -> Any:
@@ -320,8 +331,8 @@ def test_evaluation_and_saving_are_not_in_the_step_time(
 
         return paused
 
-    monkeypatch.setattr(run, "evaluate", slow(evaluate))
-    monkeypatch.setattr(run, "save_checkpoint", slow(save))
+    monkeypatch.setattr(run_module, "evaluate", slow(evaluate))
+    monkeypatch.setattr(run_module, "save_checkpoint", slow(save))
     flags = [*LENGTH, "--save", str(tmp_path), "--split", "80,20,0", "--eval-iters", "1"]
     run_tiny(prefix, [*flags, "--save-interval", "1", "--eval-interval", "1"])
     later = read_metrics(tmp_path)[1:]  # the pauses after a step fall into the next interval
@@ -363,3 +374,79 @@ def test_text_instead_of_tokens_gets_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(DataFormatError, match=f"preprocess it first: .*c.jsonl`, then --data-path {tmp_path}/c$"):
         run_tiny(str(tmp_path / "c.jsonl"), [*LENGTH, "--run-dir", str(tmp_path)])
+
+
+def test_fp16_recovers_from_a_scale_far_too_high_and_trains(prefix: str, tmp_path: Path) -> None:
+    flags = ["--train-iters", "60", "--global-batch-size", "4", "--fp16", "--loss-scale-window", "1000", "--lr", "1e-2"]
+    run_tiny(prefix, [*flags, "--run-dir", str(tmp_path)])
+    lines = read_metrics(tmp_path)
+    scales = [line["loss_scale"] for line in lines]
+    assert scales[0] == scales[1] == 2.0**32  # the first overflow costs patience only
+    skipped = [line["skipped_steps"] for line in lines]
+    num_skipped = sum(skipped)
+    assert skipped == [1] * num_skipped + [0] * (60 - num_skipped)
+    assert scales[num_skipped] == 2.0 ** (32 - num_skipped + 1)
+    assert scales[num_skipped:] == [scales[num_skipped]] * (60 - num_skipped)
+    assert lines[-1]["lm_loss"] < lines[0]["lm_loss"] - 0.1
+    reference = tmp_path / "fp32"
+    run_tiny(prefix, [*flags[:4], "--lr", "1e-2", "--run-dir", str(reference)])
+    assert read_curve(reference)[0][1] == pytest.approx(lines[0]["lm_loss"], abs=5e-3)
+
+
+def test_a_run_with_ramp_up_consumes_what_its_batches_say(prefix: str, tmp_path: Path) -> None:
+    flags = ["--train-samples", "20", "--global-batch-size", "8", "--micro-batch-size", "2"]
+    run_tiny(prefix, [*flags, "--rampup-batch-size", "2", "2", "12", "--run-dir", str(tmp_path)])
+    lines = read_metrics(tmp_path)
+    sizes = [line["global_batch_size"] for line in lines]
+    assert sizes == [2, 2, 4, 6]  # 2 up to sample 4, 4 up to 8, 6 up to 12; then 8 would be too many
+    assert [line["consumed_samples"] for line in lines] == [2, 4, 8, 14]
+
+
+def test_tf32_is_a_switch(prefix: str, tmp_path: Path) -> None:
+    flags = ["--train-iters", "1", "--run-dir", str(tmp_path)]
+    run_tiny(prefix, [*flags, "--tf32"])
+    assert torch.get_float32_matmul_precision() == "high"
+    run_tiny(prefix, flags)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("dtype, tolerance", [((), 2e-5), (("--fp64",), 1e-10)], ids=["fp32", "fp64"])
+def test_how_a_batch_is_cut_changes_nothing(
+    prefix: str, tmp_path: Path, dtype: tuple[str, ...], tolerance: float
+) -> None:
+    curves = []
+    for micro in ("8", "4", "2", "1"):
+        flags = ["--train-iters", "10", "--global-batch-size", "8", "--micro-batch-size", micro, "--eod-mask-loss"]
+        run_tiny(prefix, [*flags, *dtype, "--run-dir", str(tmp_path / micro)])
+        curves.append([line["lm_loss"] for line in read_metrics(tmp_path / micro)])
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], abs=tolerance)
+
+
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails as soon as a model is built."""
+
+    def build(*args: object) -> None:
+        raise AssertionError("a model is built")
+
+    monkeypatch.setattr(run_module, "build_model", build)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_part_too_short_for_one_sample_is_refused_before_the_model_is_built(tmp_path: Path) -> None:
+    made = write_pair(tmp_path / "d", document_tokens=30)  # the valid part is one document of at most 45 tokens
+    flags = [*LENGTH, "--seq-length", "64", "--split", "98,2,0", "--eval-interval", "2", "--run-dir", str(tmp_path)]
+    with pytest.raises(ConfigError, match=r"the valid part of --split 98,2,0 has \d+ tokens, and one sample .*65"):
+        run_tiny(made, flags)
+
+
+@pytest.mark.usefixtures("no_model")
+def test_a_token_outside_the_vocabulary_is_refused_before_the_model_is_built(prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"token 63 occurs in the data, and the vocabulary has 50 tokens \(0 to 49\)"):
+        run_tiny(prefix, [*LENGTH, "--vocab-size", "50", "--run-dir", str(tmp_path)])
+
+
+def test_data_read_several_times_are_said(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_tiny(prefix, ["--train-iters", "2", "--global-batch-size", "128", "--run-dir", str(tmp_path)])
+    assert "is read 2 times" in capsys.readouterr().out

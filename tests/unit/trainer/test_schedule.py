@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from megaflow_trainer.config import read_command
-from megaflow_trainer.optim.schedule import Schedule, build_schedule
+from megaflow_trainer.config.batch import batch_at, count_steps
+from megaflow_trainer.optim.schedule import Schedule, build_planner, build_schedule
 
 PEAK, LOW, BATCH, STEPS, WARMUP = 1e-3, 1e-4, 8, 100, 10
 
@@ -65,3 +67,47 @@ def test_warmup_starts_from_its_initial_rate_and_the_first_step_moves() -> None:
     schedule = make("--lr-warmup-iters", "10", "--lr-warmup-init", "1e-5")
     assert schedule.lr_at(BATCH) == pytest.approx(1e-5 + (PEAK - 1e-5) / 10)
     assert schedule.lr_at(10 * BATCH) == PEAK
+
+
+def test_inverse_square_root_meets_the_peak_after_warmup_and_stays_above_the_minimum() -> None:
+    schedule = make("--lr-decay-style", "inverse-square-root", "--lr-warmup-iters", "10", "--min-lr", "5e-4")
+    expected = [PEAK * step / 10 if step <= 10 else max(5e-4, PEAK * math.sqrt(10 / step)) for step in range(1, 100)]
+    assert rates(schedule)[:99] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "style, shape",
+    [
+        ("linear", lambda done: 1 - done),
+        ("cosine", lambda done: 0.5 * (1 + math.cos(math.pi * done))),
+        ("exponential", lambda done: 2 * 0.5**done - 1),
+        ("minus_sqrt", lambda done: 1 - math.sqrt(done)),
+    ],
+)
+@pytest.mark.parametrize("length", [("--lr-wsd-decay-iters", "20"), ("--lr-wsd-decay-samples", "160")])
+def test_wsd_stays_at_the_peak_and_decays_at_the_end(style: str, shape: Any, length: tuple[str, str]) -> None:
+    flags = ("--lr-decay-style", "WSD", "--lr-warmup-iters", "10", "--lr-wsd-decay-style", style, *length)
+    found = rates(make(*flags, "--min-lr", str(LOW)))
+    assert found[10:80] == [PEAK] * 70
+    expected = [LOW + (PEAK - LOW) * shape((step - 80) / 20) for step in range(81, 101)]
+    assert found[80:] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("style, middle", [("linear", 0.06), ("cosine", 0.06), ("constant", 0.1)])
+def test_weight_decay_goes_from_start_to_end(style: str, middle: float) -> None:
+    run = ["--data-path", "x", "--train-iters", "100", "--start-weight-decay", "0.02", "--end-weight-decay", "0.1"]
+    planner = build_planner(read_command([*run, "--weight-decay-incr-style", style], world_size=1)[0])
+    assert planner.plan(49).weight_decay == pytest.approx(middle)
+    assert planner.plan(99).weight_decay == pytest.approx(0.1)
+
+
+def test_the_batch_grows_by_equal_parts_of_the_ramp() -> None:
+    run = ["--data-path", "x", "--train-samples", "200", "--global-batch-size", "16", "--micro-batch-size", "2"]
+    config, _ = read_command([*run, "--rampup-batch-size", "4", "4", "60"], world_size=2)
+    assert [batch_at(config.step, n) for n in (0, 19, 20, 39, 40, 59, 60, 150)] == [4, 4, 8, 8, 12, 12, 16, 16]
+    planner, consumed, steps = build_planner(config), 0, 0
+    while consumed + batch_at(config.step, consumed) <= 200:
+        plan = planner.plan(consumed)
+        assert plan.num_micro_batches * 4 == plan.num_samples
+        consumed, steps = consumed + plan.num_samples, steps + 1
+    assert config.num_steps == steps == count_steps(config.step, 200)

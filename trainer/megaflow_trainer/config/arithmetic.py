@@ -5,7 +5,7 @@ Legend: L layers, h hidden, f ffn, v vocabulary (padded), p positions, s sequenc
 
 from __future__ import annotations
 
-from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.config.sections import ModelConfig, OptimConfig, StepConfig
 
 _PEAK_BF16: tuple[tuple[str, float], ...] = (
     ("B200", 2250e12),
@@ -20,20 +20,97 @@ _PEAK_BF16: tuple[tuple[str, float], ...] = (
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Weights of the model, a tied embedding counted once.
+    """Weights of the model, a tied embedding counted once."""
+    h = model.hidden_dim
+    embeddings = model.vocab_rows * h * (1 if model.tied_embeddings else 2)
+    if model.position_kind == "learned_absolute":
+        embeddings += (model.max_positions or 0) * h
+    block = count_block_parameters(model)
+    mtp = model.num_mtp_layers * (block + 2 * h * h + 3 * _count_norm(model, h))
+    return model.num_layers * block + embeddings + _count_norm(model, h) + mtp
 
-    A block holds qkv (3h^2 + 3h), the attention projection (h^2 + h), the MLP (2hf + f + h) and two norms (4h).
+
+def count_block_parameters(model: ModelConfig) -> int:
+    """Attention, MLP and the two norms before them."""
+    return count_attention_parameters(model) + count_mlp_parameters(model) + 2 * _count_norm(model, model.hidden_dim)
+
+
+def count_attention_parameters(model: ModelConfig) -> int:
+    """The projections of one attention layer and the norms inside it."""
+    if model.is_latent:
+        return _count_latent_attention(model)
+    h, d, n, g = model.hidden_dim, model.head_width, model.num_heads, model.kv_heads
+    qkv = _count_linear(h, (n + 2 * g) * d, has_bias=model.has_qkv_bias)
+    proj = _count_linear(n * d, h, has_bias=model.linear_bias)
+    return qkv + proj + (2 * _count_norm(model, d) if model.qk_norm else 0)
+
+
+def _count_latent_attention(model: ModelConfig) -> int:
+    h, n, bias = model.hidden_dim, model.num_heads, model.linear_bias
+    q_width = n * (model.qk_dim + model.qk_rotary_dim)
+    if model.q_latent_dim is None:
+        q = _count_linear(h, q_width, has_bias=bias)
+    else:
+        r = model.q_latent_dim
+        q = _count_linear(h, r, has_bias=bias) + _count_norm(model, r) + _count_linear(r, q_width, has_bias=bias)
+    r = model.kv_latent_dim
+    kv = _count_linear(h, r + model.qk_rotary_dim, has_bias=bias) + _count_norm(model, r)
+    kv += _count_linear(r, n * (model.qk_dim + model.v_dim), has_bias=bias)
+    return q + kv + _count_linear(n * model.v_dim, h, has_bias=bias)
+
+
+def count_mlp_parameters(model: ModelConfig) -> int:
+    """The two matrices of an MLP, or the three of SwiGLU."""
+    h, f, bias = model.hidden_dim, model.ffn_width, model.linear_bias
+    num_up = 2 if model.activation == "swiglu" else 1
+    return num_up * _count_linear(h, f, has_bias=bias) + _count_linear(f, h, has_bias=bias)
+
+
+def _count_linear(inputs: int, outputs: int, *, has_bias: bool) -> int:
+    return inputs * outputs + (outputs if has_bias else 0)
+
+
+def _count_norm(model: ModelConfig, width: int) -> int:
+    return 2 * width if model.norm == "LayerNorm" else width
+
+
+def count_state_bytes(model: ModelConfig, step: StepConfig, optim: OptimConfig) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer (masters and states) on a rank that holds all of them.
+
+    Muon's states are counted as AdamW's, which is what it has for embeddings, and more than it has for the rest.
     """
-    h, f = model.hidden_dim, model.ffn_dim or 4 * model.hidden_dim
-    block = 4 * h * h + 4 * h + 2 * h * f + f + h + 4 * h
-    embeddings = model.vocab_rows * h * (1 if model.tied_embeddings else 2) + (model.max_positions or 0) * h
-    return model.num_layers * block + embeddings + 2 * h
+    n = count_parameters(model)
+    wide = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+    is_wide, weight = step.dtype == "fp64", wide[step.dtype]
+    main, grad, first, second = (
+        8 if is_wide else wide[dtype]
+        for dtype in (optim.main_dtype, optim.main_grad_dtype, optim.exp_avg_dtype, optim.exp_avg_sq_dtype)
+    )
+    has_copy = optim.is_offloaded or main != weight
+    states = first + (second if optim.kind in ("adamw", "adam", "muon") else 0)
+    if optim.kind == "sgd" and optim.sgd_momentum == 0:
+        states = 0
+    return {"weights": weight * n, "gradients": grad * n, "optimizer": ((main if has_copy else 0) + states) * n}
 
 
 def count_flops_per_token(model: ModelConfig, *, seq_len: int, is_causal: bool) -> float:
-    """Forward and backward FLOPs of one token: 6 N + 12 L h s, or 6 N + 6 L h s if masked attention is not counted."""
-    attention = (6 if is_causal else 12) * model.num_layers * model.hidden_dim * seq_len
-    return 6.0 * count_parameters(model) + attention
+    """Forward and backward FLOPs of one token: 6 N + 12 L n d s, or half of the attention if what is masked is not
+    counted. An untied input embedding is a look-up and not in N; a window shortens s.
+    """
+    width = model.num_heads * model.head_width
+    if model.is_latent:
+        width = model.num_heads * (model.qk_dim + model.qk_rotary_dim + model.v_dim) // 2
+    seen = min(seq_len, model.window or seq_len)
+    layers = model.num_layers + model.num_mtp_layers
+    attention = 12.0 * layers * width * (count_seen(seq_len, seen) if is_causal else seen)
+    lookup = 0 if model.tied_embeddings else model.vocab_rows * model.hidden_dim
+    heads = model.num_mtp_layers * model.vocab_rows * model.hidden_dim
+    return 6.0 * (count_parameters(model) - lookup + heads) + attention
+
+
+def count_seen(seq_len: int, window: int) -> float:
+    """Tokens that a token attends to in the mean, half a window's edge counted: s / 2 without a window."""
+    return window - window * window / (2 * seq_len)
 
 
 def find_peak_flops(device_name: str, dtype: str) -> float | None:

@@ -26,6 +26,46 @@ def solve_batch(step: StepConfig, *, dp: int) -> BatchSizes:
     return BatchSizes(micro, total, accumulation)
 
 
+def read_ramp_up(step: StepConfig) -> tuple[int, int, int] | None:
+    """First batch, increment and samples of a batch ramp-up; None if there is none.
+
+    Raises:
+        ConfigError: if it is not three positive whole numbers.
+    """
+    if not step.ramp_up:
+        return None
+    if len(step.ramp_up) != 3 or not all(word.isdecimal() and int(word) > 0 for word in step.ramp_up):
+        raise ConfigError(
+            f"step.ramp_up takes three whole numbers, first batch, increment and samples, got {' '.join(step.ramp_up)}"
+        )
+    first, increment, samples = map(int, step.ramp_up)
+    return first, increment, samples
+
+
+def batch_at(step: StepConfig, consumed: int) -> int:
+    """Global batch of the step that starts after `consumed` samples: it grows in equal parts of the ramp-up's samples,
+    one for each increment.
+    """
+    full, ramp = step.sizes.global_batch_size, read_ramp_up(step)
+    if ramp is None:
+        return full
+    first, increment, samples = ramp
+    num_growths = (full - first) // increment
+    if num_growths == 0 or consumed >= samples:
+        return full
+    return min(full, first + consumed * num_growths // samples * increment)
+
+
+def count_steps(step: StepConfig, num_samples: int) -> int:
+    """Whole steps in `num_samples` samples, ramp-up included."""
+    steps = consumed = 0
+    ramp = read_ramp_up(step)
+    while ramp is not None and consumed < ramp[2] and consumed + batch_at(step, consumed) <= num_samples:
+        consumed += batch_at(step, consumed)
+        steps += 1
+    return steps + (num_samples - consumed) // step.sizes.global_batch_size
+
+
 def _contradiction(step: StepConfig, *, dp: int, micro: int, total: int, accumulation: int) -> str:
     unit = (step.micro_batch_size or 1) * dp * (step.num_micro_batches or 1)
     below, above = total // unit * unit, -(-total // unit) * unit

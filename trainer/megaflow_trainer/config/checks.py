@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megaflow.errors import ConfigError
-from megaflow_trainer.config.batch import solve_batch
+from megaflow_trainer.config.batch import read_ramp_up, solve_batch
 from megaflow_trainer.config.sections import ModelConfig, ParallelConfig, ScheduleConfig, TrainConfig
 
 
@@ -13,23 +13,60 @@ def find_faults(config: TrainConfig, *, world_size: int) -> list[str]:
     """Every fault of the configuration that no section sees alone."""
     faults = (
         check_heads(config.model)
+        + check_shape(config.model)
         + check_positions(config)
         + check_parallel(config.parallel, world_size=world_size)
         + check_duration(config)
         + check_schedule(config.schedule, peak=config.optim.lr)
         + check_data(config)
+        + check_precision(config)
+        + check_recompute(config)
     )
     return faults + ([] if faults else check_batch(config, world_size=world_size))
 
 
 def check_heads(model: ModelConfig) -> list[str]:
-    """The hidden size is cut into equal heads."""
-    hidden, heads = model.hidden_dim, model.num_heads
-    if hidden % heads == 0:
-        return []
-    fits = [n for n in range(1, hidden + 1) if hidden % n == 0]
-    below, above = max(n for n in fits if n < heads), min((n for n in fits if n > heads), default=hidden)
-    return [f"model.hidden_dim {hidden} is not divisible by model.num_heads {heads}; use {below} or {above} heads"]
+    """The hidden size is cut into equal heads, and the heads into equal groups."""
+    faults = []
+    hidden, heads, groups = model.hidden_dim, model.num_heads, model.kv_heads
+    if hidden % heads and model.head_dim is None and not model.is_latent:
+        below, above = _find_divisors(hidden, heads)
+        faults.append(
+            f"model.hidden_dim {hidden} is not divisible by model.num_heads {heads}; use {below} or {above} heads"
+        )
+    if heads % groups:
+        below, above = _find_divisors(heads, groups)
+        faults.append(
+            f"model.num_heads {heads} is not divisible by model.num_kv_heads {groups}; use {below} or {above} groups"
+        )
+    return faults
+
+
+def check_shape(model: ModelConfig) -> list[str]:
+    """What the parts of a model ask of each other."""
+    faults = []
+    if model.is_latent and (model.num_kv_heads is not None or model.head_dim is not None or model.qk_norm):
+        faults.append(
+            "model.is_latent has its own head widths and shares one latent vector among all heads; "
+            "drop model.num_kv_heads, model.head_dim and model.qk_norm"
+        )
+    if model.is_latent and model.position_kind != "rope":
+        faults.append("model.is_latent keeps positions in rotated channels; give model.position_kind rope")
+    if model.position_kind == "rope" and not 0 < model.rotary_fraction <= 1:
+        faults.append(f"model.rotary_fraction must be in (0, 1], got {model.rotary_fraction}")
+    elif model.position_kind == "rope" and (model.rotary_dim == 0 or model.rotary_dim % 2):
+        faults.append(
+            f"a rotated part of {model.rotary_dim} channels has no pairs; make model.head_dim even and larger"
+        )
+    if model.rotary_scaling != "none" and model.rotary_factor == 1:
+        faults.append(f"model.rotary_scaling {model.rotary_scaling} needs model.rotary_factor above 1")
+    return faults
+
+
+def _find_divisors(total: int, near: int) -> tuple[int, int]:
+    """The divisors of `total` next below and next above `near`."""
+    fits = [n for n in range(1, total + 1) if total % n == 0]
+    return max(n for n in fits if n < near or n == 1), min((n for n in fits if n > near), default=total)
 
 
 def check_positions(config: TrainConfig) -> list[str]:
@@ -80,6 +117,8 @@ def check_schedule(schedule: ScheduleConfig, *, peak: float) -> list[str]:
     for name in ("min_lr", "warmup_init"):
         if getattr(schedule, name) > peak:
             faults.append(f"schedule.{name} {getattr(schedule, name)} is above optim.lr {peak}; lower it")
+    if schedule.wsd_steps is not None and schedule.wsd_samples is not None:
+        faults.append("schedule.wsd_steps and schedule.wsd_samples are one setting; give one of them")
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
     if warmup is not None and decay is not None and warmup >= decay:
         faults.append(
@@ -105,11 +144,49 @@ def check_data(config: TrainConfig) -> list[str]:
 
 
 def check_batch(config: TrainConfig, *, world_size: int) -> list[str]:
-    """The batch equation has a solution and the run holds at least one whole step."""
+    """The batch equation has a solution, ramp-up included, and the run holds at least one whole step."""
     try:
-        sizes = solve_batch(config.step, dp=world_size)
+        sizes, ramp = solve_batch(config.step, dp=world_size), read_ramp_up(config.step)
     except ConfigError as error:
         return [str(error)]
+    faults = []
     if config.num_samples is not None and config.num_samples < sizes.global_batch_size:
-        return [f"num_samples {config.num_samples} is less than one global batch of {sizes.global_batch_size}"]
-    return []
+        faults.append(f"num_samples {config.num_samples} is less than one global batch of {sizes.global_batch_size}")
+    unit = sizes.micro_batch_size * world_size
+    if ramp is not None and (ramp[0] % unit or ramp[1] % unit or (sizes.global_batch_size - ramp[0]) % ramp[1]):
+        faults.append(
+            f"step.ramp_up from {ramp[0]} by {ramp[1]} to {sizes.global_batch_size}: first batch and increment must be "
+            f"multiples of micro batch x data-parallel ranks = {unit}, and the increments must meet the full batch"
+        )
+    elif ramp is not None and ramp[0] > sizes.global_batch_size:
+        faults.append(f"step.ramp_up starts at {ramp[0]}, above the global batch of {sizes.global_batch_size}")
+    return faults
+
+
+def check_precision(config: TrainConfig) -> list[str]:
+    """Settings of one precision are not given with another."""
+    step, optim, faults = config.step, config.optim, []
+    if step.loss_scale is not None and step.dtype != "fp16":
+        faults.append(f"step.loss_scale is for fp16, and this run is {step.dtype}; give --fp16 or drop it")
+    if step.is_all_bf16 and step.dtype != "bf16":
+        faults.append(f"step.is_all_bf16 is for bf16, and this run is {step.dtype}; give --bf16 or drop it")
+    if optim.main_dtype == "bf16" and step.dtype != "bf16":
+        faults.append(f"optim.main_dtype bf16 is for bf16 runs, and this one is {step.dtype}; give --bf16 or drop it")
+    if step.dtype == "fp64" and optim.is_offloaded:
+        faults.append("optim.is_offloaded is not for fp64, which compares runs; drop one of them")
+    return faults
+
+
+def check_recompute(config: TrainConfig) -> list[str]:
+    """Settings of full recompute are given with it, and its blocks are there."""
+    own, faults = config.recompute, []
+    for name in ("method", "num_layers"):
+        if getattr(own, name) is not None and own.granularity != "full":
+            faults.append(
+                f"recompute.{name} is for recompute.granularity full, and it is {own.granularity}; give full or drop it"
+            )
+    if own.num_layers is not None and own.num_layers > config.model.num_layers:
+        faults.append(
+            f"recompute.num_layers {own.num_layers} is above model.num_layers {config.model.num_layers}; lower it"
+        )
+    return faults

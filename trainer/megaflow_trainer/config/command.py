@@ -12,11 +12,12 @@ from megaflow.errors import ConfigError
 from megaflow_trainer.config import fields
 from megaflow_trainer.config.checks import find_faults
 from megaflow_trainer.config.flags import FLAGS, LEGACY, NOT_BUILT, find_spelling
+from megaflow_trainer.config.presets import PRESETS
 from megaflow_trainer.config.recipe import read_recipe
 from megaflow_trainer.config.resolve import resolve
 from megaflow_trainer.config.sections import TrainConfig
 
-_LIST_FIELDS = ("data.path",)
+_LIST_FIELDS = ("data.path", "optim.no_decay", "step.ramp_up", "recompute.modules")
 _FIELD_NAME = re.compile(r"\b[a-z]+(?:\.|_)[a-z_0-9]+\b")
 
 
@@ -74,12 +75,30 @@ def parse_flags(argv: Sequence[str]) -> Parsed:
     for name, words in pairs:
         if name == "--config" and len(words) == 1:
             read_recipe(words[0], known, parsed.values, parsed.faults)
+    if "--preset" in (name for name, _ in pairs) or "model.preset" in parsed.values:
+        _apply_preset(pairs, parsed)
     for name, words in pairs:
         if name != "--config":
             _read_flag(name, words, known, parsed)
         elif len(words) != 1:
             parsed.faults.append("--config takes the path of one recipe")
     return parsed
+
+
+def _apply_preset(pairs: Sequence[tuple[str, list[str]]], parsed: Parsed) -> None:
+    """Put the fields of the named preset below those that the recipe sets; flags come after both."""
+    asked = [words[0] for name, words in pairs if name == "--preset" and len(words) == 1]
+    name = asked[-1] if asked else str(parsed.values.get("model.preset"))
+    if name in PRESETS:
+        own = {f"model.{field}": value for field, value in PRESETS[name].items()}
+        parsed.values = {**own, **parsed.values}
+        return
+    near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.3)
+    parsed.faults.append(
+        f"model.preset {name!r} is not known"
+        + (f"; the nearest known one is {near[0]}" if near else "")
+        + f"; the known ones are {', '.join(PRESETS)}"
+    )
 
 
 def _split(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from megaflow_trainer.config.batch import solve_batch
-from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.config.batch import count_steps, solve_batch
+from megaflow_trainer.config.sections import OptimConfig, RecomputeConfig, TrainConfig
 
 
 def resolve(config: TrainConfig, *, world_size: int) -> tuple[TrainConfig, list[str]]:
@@ -18,21 +18,45 @@ def resolve(config: TrainConfig, *, world_size: int) -> tuple[TrainConfig, list[
     sizes = solve_batch(config.step, dp=world_size)
     model = dataclasses.replace(
         config.model,
-        ffn_dim=config.model.ffn_dim or 4 * config.model.hidden_dim,
+        ffn_dim=config.model.ffn_width,
         max_positions=config.model.max_positions or config.data.seq_len,
     )
     run_dir = config.log.run_dir or config.checkpoint.save or str(Path("runs") / config.log.name)
+    step = dataclasses.replace(config.step, **dataclasses.asdict(sizes))
     return dataclasses.replace(
         config,
-        num_steps=config.num_steps or (config.num_samples or 0) // sizes.global_batch_size,
+        num_steps=config.num_steps or count_steps(step, config.num_samples or 0),
         model=model,
-        step=dataclasses.replace(config.step, **dataclasses.asdict(sizes)),
+        step=step,
+        optim=_resolve_optim(config),
+        recompute=_resolve_recompute(config),
         log=dataclasses.replace(config.log, run_dir=run_dir),
     ), _list_notes(config)
 
 
+def _resolve_optim(config: TrainConfig) -> OptimConfig:
+    own = config.optim
+    if own.kind == "adam":
+        own = dataclasses.replace(own, kind="adamw")
+    if not config.step.is_all_bf16:
+        return own
+    return dataclasses.replace(
+        own, main_dtype="bf16", main_grad_dtype="bf16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
+    )
+
+
+def _resolve_recompute(config: TrainConfig) -> RecomputeConfig:
+    if config.recompute.granularity != "full":
+        return config.recompute
+    return dataclasses.replace(config.recompute, method=config.recompute.method or "uniform")
+
+
 def _list_notes(config: TrainConfig) -> list[str]:
     notes = []
+    if config.model.position_kind != "rope" and (config.model.rotary_scaling != "none"):
+        notes.append("--rotary-scaling has no effect without --position-embedding-type rope")
+    if config.checkpoint.grow and config.checkpoint.init_from is None:
+        notes.append("--grow has no effect without --init-from")
     if config.parallel.sequence_parallel:
         notes.append("--sequence-parallel has no effect at tensor-parallel size 1")
     if config.data.order == "cyclic":

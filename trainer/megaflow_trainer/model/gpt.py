@@ -1,6 +1,6 @@
-"""A GPT-2 style decoder: learned positions, pre-LayerNorm, GELU, biases, tied embedding.
+"""A decoder built from its configuration: embedding, blocks, norm, output projection.
 
-Legend: b micro-batch, s sequence, h hidden, n heads, d head dim, f ffn, v vocabulary (padded).
+Legend: b micro-batch, s sequence, h hidden, v vocabulary (padded).
 """
 
 from __future__ import annotations
@@ -12,40 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model.attention import Attention, LatentAttention
+from megaflow_trainer.model.mlp import Mlp
+from megaflow_trainer.model.norm import make_norm
+from megaflow_trainer.model.rope import Rotary, make_rotary
 from megaflow_trainer.model.sockets import Sockets
-
-
-class Attention(nn.Module):
-    """Multi-head causal self-attention."""
-
-    def __init__(self, config: ModelConfig, sockets: Sockets) -> None:
-        super().__init__()
-        self.head_dim = config.hidden_dim // config.num_heads
-        self.dropout = config.attention_dropout
-        self.qkv = sockets.linear(config.hidden_dim, 3 * config.hidden_dim)
-        self.proj = sockets.linear(config.hidden_dim, config.hidden_dim)
-        self.core: Callable[..., Tensor] = sockets.attention
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[b, s, h]` to `[b, s, h]`."""
-        b, s, _ = x.shape
-        q, k, v = self.qkv(x).view(b, s, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)  # each [b, n, s, d]
-        y = self.core(q, k, v, dropout=self.dropout if self.training else 0.0)  # [b, n, s, d]
-        return self.proj(y.transpose(1, 2).reshape(b, s, -1))  # [b, s, h]
-
-
-class Mlp(nn.Module):
-    """h -> f -> h with GELU (the tanh form, as GPT-2 was trained)."""
-
-    def __init__(self, config: ModelConfig, sockets: Sockets) -> None:
-        super().__init__()
-        ffn_dim = config.ffn_dim or 4 * config.hidden_dim
-        self.up = sockets.linear(config.hidden_dim, ffn_dim)
-        self.down = sockets.linear(ffn_dim, config.hidden_dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[b, s, h]` to `[b, s, h]`."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -53,16 +24,34 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, sockets: Sockets) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.hidden_dim, eps=config.norm_eps)
-        self.attention = Attention(config, sockets)
-        self.mlp_norm = nn.LayerNorm(config.hidden_dim, eps=config.norm_eps)
+        self.attention_norm = make_norm(config, config.hidden_dim)
+        self.attention = (LatentAttention if config.is_latent else Attention)(config, sockets)
+        self.mlp_norm = make_norm(config, config.hidden_dim)
         self.mlp = Mlp(config, sockets)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
         """`[b, s, h]` to `[b, s, h]`."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class FurtherPrediction(nn.Module):
+    """One depth of multi-token prediction: what is known of a token joined with the embedding of a later one."""
+
+    def __init__(self, config: ModelConfig, sockets: Sockets) -> None:
+        super().__init__()
+        self.hidden_norm = make_norm(config, config.hidden_dim)
+        self.embedding_norm = make_norm(config, config.hidden_dim)
+        self.join = sockets.linear(2 * config.hidden_dim, config.hidden_dim, bias=False)
+        self.block = Block(config, sockets)
+        self.norm = make_norm(config, config.hidden_dim)
+
+    def forward(self, x: Tensor, later: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """Hidden states and embeddings of later tokens, both `[b, s, h]`, to hidden states as they are and normed."""
+        joined = torch.cat([self.hidden_norm(x), self.embedding_norm(later)], dim=-1)  # [b, s, 2h]
+        x = self.block(self.join(joined), rotary)
+        return x, self.norm(x)
 
 
 class GPT(nn.Module):
@@ -71,28 +60,63 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, sockets: Sockets) -> None:
         super().__init__()
         assert config.vocab_size is not None, "known once the data are open"
-        assert config.max_positions is not None, "resolved"
+        self.config = config
         self.vocab_size = config.vocab_size
         self.embedding = nn.Embedding(config.vocab_rows, config.hidden_dim)
-        self.positions = nn.Embedding(config.max_positions, config.hidden_dim)
+        self.positions = None
+        if config.position_kind == "learned_absolute":
+            assert config.max_positions is not None, "resolved"
+            self.positions = nn.Embedding(config.max_positions, config.hidden_dim)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.blocks = nn.ModuleList(Block(config, sockets) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.hidden_dim, eps=config.norm_eps)
+        self.norm = make_norm(config, config.hidden_dim)
         self.head = None if config.tied_embeddings else nn.Linear(config.hidden_dim, config.vocab_rows, bias=False)
+        self.further = nn.ModuleList(FurtherPrediction(config, sockets) for _ in range(config.num_mtp_layers))
         self.loss: Callable[..., Tensor] = sockets.loss
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Loss in nats per token, float32, `[b, s]`, from int64 `tokens` and `labels`, both `[b, s]`."""
-        return self.loss(self.compute_logits(tokens), labels, vocab_size=self.vocab_size)
+        rotary = self.make_rotary(tokens)
+        x = self.compute_hidden(tokens, rotary)
+        loss = self.loss(self.project(self.norm(x)), labels, vocab_size=self.vocab_size)
+        if self.further and self.training:
+            further = self.compute_further(x, labels, rotary)
+            loss = loss + (further - further.detach())  # adds its gradient and the value 0
+        return loss
+
+    def compute_further(self, x: Tensor, labels: Tensor, rotary: Rotary | None) -> Tensor:
+        """Weighted mean over depths of the losses of later tokens, `[b, s]`; 0 at the end, where no label is known."""
+        total = torch.zeros_like(labels, dtype=torch.float32)
+        for depth, part in enumerate(self.further, 1):
+            later = self.embedding(labels.roll(1 - depth, dims=1))  # token i + depth
+            x, normed = part(x, later, rotary)
+            losses = self.loss(self.project(normed), labels.roll(-depth, dims=1), vocab_size=self.vocab_size)
+            total = total + F.pad(losses[:, :-depth], (0, depth))
+        return total * (self.config.mtp_loss_scale / len(self.further))
 
     def compute_logits(self, tokens: Tensor) -> Tensor:
         """Scores over the padded vocabulary, `[b, s, v]`."""
-        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]  # [b, s, h]
+        return self.project(self.norm(self.compute_hidden(tokens, self.make_rotary(tokens))))
+
+    def make_rotary(self, tokens: Tensor) -> Rotary | None:
+        """The table of rotary positions for a micro-batch."""
+        return make_rotary(self.config, tokens.shape[1], tokens.device)
+
+    def compute_hidden(self, tokens: Tensor, rotary: Rotary | None) -> Tensor:
+        """The residual stream after the last block, before the norm, `[b, s, h]`."""
+        x = self.embedding(tokens)  # [b, s, h]
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]]
         x = self.dropout(x)
         for block in self.blocks:
-            x = block(x)
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(self.norm(x), weight)  # [b, s, v]
+            x = block(x, rotary)
+        return x
+
+    def project(self, x: Tensor) -> Tensor:
+        """Normed hidden states `[b, s, h]` to scores `[b, s, v]`; under mu-P divided by the width's growth."""
+        scores = F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
+        base = self.config.mup_base_dim
+        return scores if base is None else scores * (base / self.config.hidden_dim)
 
 
 def build_gpt(config: ModelConfig, sockets: Sockets, *, device: torch.device, dtype: torch.dtype) -> GPT:

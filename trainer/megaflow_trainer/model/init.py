@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model.norm import NORMS
 
 
 def init_weights(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
     """Fill every weight: norms 1, biases 0, matrices N(0, std), those that write into the residual stream
-    N(0, std / sqrt(2 L)).
+    N(0, std / sqrt(2 L)). Under mu-P the std of matrices inside the blocks falls with the root of the width's growth.
     """
-    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
-    scaled = config.init_std / math.sqrt(2 * config.num_layers)
+    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, NORMS)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name in norms:
@@ -24,8 +24,22 @@ def init_weights(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
             elif name.endswith(".bias"):
                 weight.zero_()
             else:
-                is_residual = name.endswith(("attention.proj.weight", "mlp.down.weight"))
-                weight.copy_(_draw(weight, scaled if is_residual else config.init_std, name, seed))
+                weight.copy_(_draw(weight, choose_std(name, config), name, seed))
+
+
+def choose_std(name: str, config: ModelConfig) -> float:
+    """Standard deviation of the initial values of a matrix."""
+    std = config.init_std
+    if is_inner(name) and config.mup_base_dim is not None:
+        std *= math.sqrt(config.mup_base_dim / config.hidden_dim)
+    if config.is_output_scaled and name.endswith(("attention.proj.weight", "mlp.down.weight")):
+        std /= math.sqrt(2 * config.num_layers)
+    return std
+
+
+def is_inner(name: str) -> bool:
+    """Whether a weight is in a block, where both of a matrix's sides grow with the width."""
+    return name.startswith(("blocks.", "further."))
 
 
 def _draw(weight: Tensor, std: float, name: str, seed: int) -> Tensor:

@@ -15,6 +15,6 @@ from megaflow_trainer.ops.cross_entropy import cross_entropy
 class Sockets:
     """The linear layer, the attention core and the loss, each with its local default."""
 
-    linear: Callable[[int, int], nn.Module] = nn.Linear
+    linear: Callable[..., nn.Module] = nn.Linear
     attention: Callable[..., Tensor] = attend_sdpa
     loss: Callable[..., Tensor] = cross_entropy

@@ -15,33 +15,45 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megaflow_trainer.ops.registry import Entry, Need
 
 
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, dropout: float) -> Tensor:
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None) -> Tensor:
     """Causal attention by torch's own choice of kernel.
 
     Args:
         q: `[b, n, s, d]`.
-        k: `[b, n, s, d]`, the dtype of `q`.
-        v: `[b, n, s, d]`, the dtype of `q`.
+        k: `[b, g, s, d]`, the dtype of `q`; n is a multiple of g, and each key head serves n / g query heads in a row.
+        v: `[b, g, s, e]`, the dtype of `q`.
         dropout: probability with which an attention weight is dropped; 0 in evaluation.
+        window: each token sees this many last tokens, itself included; None for all.
 
     Returns:
-        `[b, n, s, d]`.
+        `[b, n, s, e]`.
     """
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    is_grouped = q.shape[1] != k.shape[1]
+    mask = None if window is None or window >= q.shape[2] else _make_mask(q, window)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=is_grouped
+    )
 
 
-def attend_flash(q: Tensor, k: Tensor, v: Tensor, *, dropout: float) -> Tensor:
+def attend_flash(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None) -> Tensor:
     """The same by torch's flash-attention kernel and no other."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return attend_sdpa(q, k, v, dropout=dropout)
+        return attend_sdpa(q, k, v, dropout=dropout, window=window)
 
 
-def attend_math(q: Tensor, k: Tensor, v: Tensor, *, dropout: float) -> Tensor:
+def attend_math(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None) -> Tensor:
     """The same written out: the reference for the others. Holds the `[b, n, s, s]` weights in memory."""
-    scores = (q @ k.transpose(-2, -1)).float() / math.sqrt(q.shape[-1])  # [b, n, s, s]
-    is_future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    weights = scores.masked_fill(is_future, -math.inf).softmax(-1).to(v.dtype)
+    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.transpose(-2, -1)).to(wide) / math.sqrt(q.shape[-1])  # [b, n, s, s]
+    weights = scores.masked_fill(~_make_mask(q, window), -math.inf).softmax(-1).to(v.dtype)
     return F.dropout(weights, dropout, training=dropout > 0) @ v
+
+
+def _make_mask(q: Tensor, window: int | None) -> Tensor:
+    """`[s, s]`, true where the token of a row sees the token of a column."""
+    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+    return seen if window is None else seen.triu(1 - window)
 
 
 def _flash_obstacle(need: Need) -> str | None:
@@ -51,6 +63,8 @@ def _flash_obstacle(need: Need) -> str | None:
         return f"flash attention needs compute capability 8.0, {torch.cuda.get_device_name(need.device)} has less"
     if need.dtype not in (torch.bfloat16, torch.float16):
         return "flash attention needs 16-bit weights, and without --bf16 they are fp32"
+    if need.has_window:
+        return "torch's flash attention has no sliding window"
     return f"flash attention takes heads up to 256 wide, and these are {need.head_dim}" if need.head_dim > 256 else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,7 +16,8 @@ def cross_entropy(logits: Tensor, target: Tensor, *, vocab_size: int) -> Tensor:
         vocab_size: columns that are real tokens.
 
     Returns:
-        Loss in nats per token, float32, `[b, s]`.
+        Loss in nats per token, float32 (float64 from float64), `[b, s]`.
     """
-    scores = logits[..., :vocab_size].float()  # [b, s, v]
+    scores = logits[..., :vocab_size]  # [b, s, v]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return F.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").view_as(target)

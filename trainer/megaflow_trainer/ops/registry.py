@@ -17,6 +17,7 @@ class Need:
     device: torch.device
     dtype: torch.dtype
     head_dim: int
+    has_window: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,12 +28,14 @@ class MainParameter:
 
 
 class MainGradients:
-    """The fp32 gradients of a model, as sums over the tokens of the global batch."""
+    """The gradients of a model in one dtype (fp32; fp64 for fp64 weights), as sums over the tokens of the batch."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, dtype: torch.dtype = torch.float32) -> None:
         named = list(model.named_parameters())
         sizes = [-(-weight.numel() // _ALIGNMENT) * _ALIGNMENT for _, weight in named]
-        self.buffer = torch.zeros(sum(sizes), dtype=torch.float32, device=named[0][1].device)
+        if named[0][1].dtype == torch.float64:
+            dtype = torch.float64
+        self.buffer = torch.zeros(sum(sizes), dtype=dtype, device=named[0][1].device)
         self.group = group
         self.parameters: list[MainParameter] = []
         for (name, weight), piece in zip(named, self.buffer.split(sizes), strict=True):
@@ -50,8 +52,8 @@ class MainGradients:
         sum_over(self.buffer, self.group)
 
     def norm(self) -> Tensor:
-        """Global 2-norm, fp32 scalar on the device. Every weight is counted once."""
-        return torch.linalg.vector_norm(self.buffer)
+        """Global 2-norm, fp32 scalar on the device (fp64 in fp64). Every weight is counted once."""
+        return torch.linalg.vector_norm(self.buffer, dtype=torch.promote_types(self.buffer.dtype, torch.float32))
 
     def scale(self, factor: Tensor) -> None:
         """Multiply every gradient by a scalar."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import megaflow
 from megaflow import GPTDataset, IndexedDataset, Loader
 from megaflow.errors import ConfigError, DataFormatError, FileAccessError, MissingFileError, TokenizerError
@@ -14,6 +16,7 @@ from megaflow_trainer.config.sections import DataConfig, TrainConfig
 from megaflow_trainer.parallel.mesh import Mesh
 
 _REMAKE = "preprocess the text again, or move the sidecar away and name the tokenizer by flags"
+_BLOCK_TOKENS, _NUM_BLOCKS = 1 << 20, 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +41,14 @@ def open_data(config: TrainConfig) -> RunData:
     """
     prefix = _find_pair(config.data.path[0])
     vocab_size, eod_id, notes = _read_vocabulary(prefix, config)
-    train, valid = build_datasets(IndexedDataset(prefix), config)
+    indexed = IndexedDataset(prefix)
+    check_largest_id(indexed, prefix, vocab_size)
+    train, valid = build_datasets(indexed, config)
+    for name, part in (("train", train), ("valid", valid if config.eval.every else None)):
+        if part is not None:
+            check_part(indexed, part, name, prefix, config)
+    if train is not None and train.num_epochs > 1:
+        notes = [*notes, f"the train part of {prefix} is read {train.num_epochs} times"]
     if train is None:
         raise ConfigError(f"{prefix}: the train part of --split {config.data.split} is empty; give it more weight")
     if valid is None and config.eval.every:
@@ -59,6 +69,38 @@ def build_datasets(indexed: IndexedDataset, config: TrainConfig) -> tuple[GPTDat
         return train, None
     wanted = (steps // config.eval.every + 1) * config.eval.steps * batch
     return train, GPTDataset(indexed, num_samples=wanted, split_name="valid", **common)
+
+
+def check_largest_id(indexed: IndexedDataset, prefix: str, vocab_size: int) -> None:
+    """Compare token ids with the vocabulary: all of a small pair, of a large one blocks evenly spread over it.
+
+    Raises:
+        ConfigError: if an id is outside; the rest of the ids is looked at when they are read.
+    """
+    tokens = np.memmap(f"{prefix}.bin", dtype=indexed.dtype, mode="r") if indexed.num_tokens else np.zeros(1)
+    starts = np.linspace(0, max(len(tokens) - _BLOCK_TOKENS, 0), _NUM_BLOCKS).astype(np.int64)
+    largest = max(int(tokens[start : start + _BLOCK_TOKENS].max()) for start in np.unique(starts))
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"{prefix}: token {largest} occurs in the data, and the vocabulary has {vocab_size} tokens (0 to "
+            f"{vocab_size - 1}): the data were made with another tokenizer; name theirs, or raise --vocab-size"
+        )
+
+
+def check_part(indexed: IndexedDataset, part: GPTDataset, name: str, prefix: str, config: TrainConfig) -> None:
+    """Whether a part of the split holds at least one sample.
+
+    Raises:
+        ConfigError: if it does not, with the numbers.
+    """
+    documents = np.asarray(part.document_index)  # numbers of the part's documents, which are neighbours
+    first, last = int(documents.min()), int(documents.max())
+    num_tokens = int(indexed.sequence_lengths[first : last + 1].sum())
+    if num_tokens < config.data.seq_len + 1:
+        raise ConfigError(
+            f"{prefix}: the {name} part of --split {config.data.split} has {num_tokens} tokens, and one sample takes "
+            f"--seq-length + 1 = {config.data.seq_len + 1}; give the part more weight or shorten the sequence"
+        )
 
 
 def build_loader(dataset: GPTDataset, config: TrainConfig, mesh: Mesh) -> Loader:

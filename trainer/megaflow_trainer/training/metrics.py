@@ -128,7 +128,9 @@ class MetricsLog:
         values = {
             "iteration": step,
             "consumed_samples": consumed_samples,
-            "lr": self.reports[-1].lr,
+            "lr": self.reports[-1].plan.lr,
+            "weight_decay": self.reports[-1].plan.weight_decay,
+            "global_batch_size": self.reports[-1].plan.num_samples,
             "lm_loss": losses[-1],
             "grad_norm": self.reports[-1].grad_norm.item(),
             "num_steps": count,
@@ -138,11 +140,14 @@ class MetricsLog:
             "other_s": step_s - sum(phases[f"{name}_s"] for name in PHASES),
             **{f"{name}_s": seconds[name] for name in ASIDE},
         }
-        return values | self._measure_speed(step_s) | {"memory_bytes": measure_memory(self.mesh.device)}
+        if self.reports[-1].loss_scale is not None:
+            values |= {"loss_scale": self.reports[-1].loss_scale}
+            values |= {"skipped_steps": sum(report.is_skipped for report in self.reports)}
+        num_samples = sum(report.plan.num_samples for report in self.reports) / count
+        return values | self._measure_speed(num_samples / step_s) | {"memory_bytes": measure_memory(self.mesh.device)}
 
-    def _measure_speed(self, step_s: float) -> dict[str, float]:
+    def _measure_speed(self, samples_per_s: float) -> dict[str, float]:
         config = self.config
-        samples_per_s = config.step.sizes.global_batch_size / step_s
         tokens_per_s = samples_per_s * config.data.seq_len / self.mesh.world_size
         full, causal = (
             count_flops_per_token(config.model, seq_len=config.data.seq_len, is_causal=is_causal)
@@ -171,9 +176,12 @@ def format_line(values: dict[str, Any], num_steps: int) -> str:
     """The console line of an interval; times are means per step."""
     phases = " + ".join(f"{name.replace('_', ' ')} {values[f'{name}_s'] * 1e3:.2f}" for name in (*PHASES, "other"))
     mfu = f" | MFU: {values['mfu']:.1%} (causal {values['mfu_causal']:.1%})" if "mfu" in values else ""
+    scale = f" | loss scale: {values['loss_scale']:.6g}" if "loss_scale" in values else ""
+    if values.get("skipped_steps"):
+        scale += f" | overflow: {values['skipped_steps']} steps skipped"
     return (
         f" iteration {values['iteration']}/{num_steps} | consumed samples: {values['consumed_samples']} | "
-        f"lr: {values['lr']:.6E} | lm loss: {values['lm_loss']:.6E} | grad norm: {values['grad_norm']:.6E} | "
+        f"lr: {values['lr']:.6E} | lm loss: {values['lm_loss']:.6E} | grad norm: {values['grad_norm']:.6E}{scale} | "
         f"step time (ms): {values['step_time_s'] * 1e3:.2f} = {phases} | samples/s: {values['samples_per_s']:.2f} | "
         f"tokens/s/GPU: {values['tokens_per_s_per_gpu']:.0f} | TFLOP/s/GPU: {values['tflops_per_gpu']:.4g}{mfu} | "
         f"memory (MiB): {values['memory_bytes'] / 2**20:.0f}"

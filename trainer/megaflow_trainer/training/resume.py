@@ -13,7 +13,7 @@ from megaflow.errors import CheckpointError
 from megaflow_trainer.checkpoint import store
 from megaflow_trainer.config.fields import to_dict
 from megaflow_trainer.config.sections import CheckpointConfig, TrainConfig
-from megaflow_trainer.optim.adamw import AdamW
+from megaflow_trainer.optim.optimizer import Optimizer
 from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
 from megaflow_trainer.parallel.mesh import Mesh
@@ -39,7 +39,7 @@ class TrainState:
     """What is trained and where it reads."""
 
     model: ParallelModel
-    optimizer: AdamW
+    optimizer: Optimizer
     loader: Loader
     data_fingerprint: str
 
@@ -60,6 +60,7 @@ def save_checkpoint(config: TrainConfig, step: int, state: TrainState, mesh: Mes
     }
     rest = {
         "loader": state.loader.state_dict(),
+        "loss_scale": state.optimizer.scaler.state_dict() if state.optimizer.scaler else None,
         "world_size": mesh.world_size,
         "data_fingerprint": state.data_fingerprint,
         "config": to_dict(config),
@@ -120,6 +121,8 @@ def load_checkpoint(path: Path, config: TrainConfig, state: TrainState, mesh: Me
     store.fill_tensors({name: own[name] for name in own if not name.startswith("master.")}, moments, path)
     state.optimizer.copy_to_weights()
     state.loader.load_state_dict(saved["loader"])
+    if state.optimizer.scaler is not None and saved.get("loss_scale"):
+        state.optimizer.scaler.load_state_dict(saved["loss_scale"])
     _restore_streams(path, config, int(saved["iteration"]), mesh)
     return int(saved["iteration"])
 

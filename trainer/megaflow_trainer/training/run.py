@@ -7,14 +7,16 @@ from pathlib import Path
 
 import torch
 
+from megaflow_trainer.checkpoint.initial import fill_weights, read_weights
 from megaflow_trainer.config.sections import TrainConfig
-from megaflow_trainer.model.gpt import build_gpt
+from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import ATTENTION
 from megaflow_trainer.ops.registry import Need, choose
-from megaflow_trainer.optim.adamw import AdamW
-from megaflow_trainer.optim.schedule import build_schedule
+from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
+from megaflow_trainer.optim.scaler import build_scaler
+from megaflow_trainer.optim.schedule import build_planner
 from megaflow_trainer.parallel.apply import ParallelModel, parallelize
 from megaflow_trainer.parallel.collectives import do_on_first
 from megaflow_trainer.parallel.mesh import Mesh
@@ -42,7 +44,7 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
     data = open_data(config)
     config = with_vocabulary(config, data)
     model = build_model(config, mesh)
-    optimizer, schedule = AdamW(model.gradients.parameters, config.optim), build_schedule(config)
+    optimizer, planner = build_optimizer(model, config), build_planner(config)
     with hold_folders(config, mesh), build_loader(data.train, config, mesh) as loader:
         state = TrainState(model=model, optimizer=optimizer, loader=loader, data_fingerprint=data.train.fingerprint)
         start = resume_or_start(config, state, mesh)
@@ -51,8 +53,9 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
         feed = Feed(loader, mesh.device, clock, vocab_size=data.vocab_size, eod_id=data.eod_id)
         with StopVote(mesh) as stop, MetricsLog(config, mesh, clock) as log:
             for step in range(start.step + 1, config.last_step + 1):
-                consumed += config.step.sizes.global_batch_size
-                report = train_step(model, optimizer, feed, mesh, clock, config, lr=schedule.lr_at(consumed))
+                plan = planner.plan(consumed)
+                consumed += plan.num_samples
+                report = train_step(model, optimizer, feed, mesh, clock, config, plan=plan)
                 log.write(step, consumed, report)
                 if data.valid and is_due(step, config.eval.every, config.last_step):
                     with clock.phase(EVAL):
@@ -81,12 +84,40 @@ def describe_restart(config: TrainConfig) -> str:
 
 def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     """The model with initial weights, ready for the mesh."""
-    dtype = torch.bfloat16 if config.step.dtype == "bf16" else torch.float32
-    need = Need(device=mesh.device, dtype=dtype, head_dim=config.model.hidden_dim // config.model.num_heads)
+    torch.set_float32_matmul_precision("high" if config.step.allows_tf32 else "highest")
+    dtype = torch.float64 if config.step.dtype == "fp64" else DTYPES[config.step.dtype]
+    need = Need(
+        device=mesh.device, dtype=dtype, head_dim=config.model.head_width, has_window=config.model.window is not None
+    )
     attention = choose("attention", ATTENTION, config.model.attention, need)
     model = build_gpt(config.model, Sockets(attention=attention.function), device=mesh.device, dtype=dtype)
     init_weights(model, config.model, seed=config.seed)
-    return parallelize(model, mesh)
+    if config.checkpoint.init_from is not None:
+        start_from(Path(config.checkpoint.init_from), model, config, mesh)
+    return parallelize(model, mesh, recompute=config.recompute, grad_dtype=DTYPES[config.optim.main_grad_dtype])
+
+
+def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:
+    """The optimizer over what the mesh left to this rank."""
+    base = config.model.mup_base_dim
+    ratio = 1.0 if base is None or config.optim.kind != "adamw" else base / config.model.hidden_dim
+    parameters = model.gradients.parameters
+    return Optimizer(parameters, config.optim, mup_ratio=ratio, scaler=build_scaler(config.step))
+
+
+def start_from(folder: Path, model: GPT, config: TrainConfig, mesh: Mesh) -> None:
+    """Take the initial weights from a folder; the first rank reads, `parallelize` sends them to the others."""
+    assert config.model.vocab_size is not None, "known once the data are open"
+    vocab_size, may_grow = config.model.vocab_size, config.checkpoint.grow
+
+    def read() -> list[str]:
+        weights, path = read_weights(folder)
+        targets = dict(model.named_parameters())
+        lines = fill_weights(targets, weights, path, vocab_size=vocab_size, may_grow=may_grow)
+        return [f"initial weights from {path}", *lines]
+
+    for line in do_on_first(read, mesh.dp_group):
+        say(mesh, f" note: {line}")
 
 
 def introduce(config: TrainConfig, mesh: Mesh, start: Start, fingerprint: str, notes: Sequence[str]) -> None:

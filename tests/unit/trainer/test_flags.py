@@ -1,0 +1,403 @@
+"""Every flag of --help changes something that can be seen: the model, the plan, the optimizer's step, or the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.pairs import write_pair
+from helpers.runs import TINY, one_rank, run_tiny
+from megaflow.errors import MegaflowError
+from megaflow_trainer.config import TrainConfig, read_command
+from megaflow_trainer.config.flags import FLAGS
+from megaflow_trainer.optim.schedule import build_planner
+from megaflow_trainer.parallel.recompute import SavedActivations
+from megaflow_trainer.training.run import build_model, build_optimizer
+
+STEPS = 8
+BASE = (*TINY, "--train-iters", str(STEPS), "--data-path", "none")
+ROPE = "--position-embedding-type rope"
+LATENT = f"{ROPE} --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8"
+
+
+def configure(flags: str) -> TrainConfig:
+    return read_command([*BASE, *flags.split()], world_size=1)[0]
+
+
+def see_model(flags: str) -> Any:
+    """Shapes of the weights, losses in training, and gradients' norms."""
+    config = configure(flags)
+    model = build_model(config, one_rank())
+    torch.manual_seed(3)
+    tokens = torch.randint(60, (2, 17))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.sum().backward()
+    shapes = [(name, tuple(weight.shape), weight.dtype) for name, weight in model.module.named_parameters()]
+    return shapes, loss.tolist(), model.gradients.norm().item()
+
+
+def see_saved(flags: str) -> Any:
+    """Bytes kept between forward and backward, as they are and as asked."""
+    model = build_model(configure(f"{flags} --num-layers 4 --hidden-size 64 --seq-length 64"), one_rank())
+    kept = model.saved or SavedActivations(weights=frozenset(w.data_ptr() for w in model.module.parameters()))
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    with SavedActivations.hooks(kept):
+        model.module(tokens, tokens)
+    return kept.report.kept_bytes, kept.is_offloaded
+
+
+def see_plan(flags: str) -> Any:
+    """Rate, weight decay and batch of each step."""
+    config = configure(flags)
+    planner, consumed, plans = build_planner(config), 0, []
+    for _ in range(config.last_step):
+        plans.append(planner.plan(consumed))
+        consumed += plans[-1].num_samples
+    return plans, config.step.sizes
+
+
+def see_step(flags: str) -> Any:
+    """Weights and states after two steps of given gradients."""
+    config = configure(flags)
+    model = build_model(config, one_rank())
+    optimizer = build_optimizer(model, config)
+    torch.manual_seed(4)
+    for _ in range(2):
+        model.gradients.buffer.normal_()
+        optimizer.step(1e-2, config.optim.weight_decay)
+    states = {name: (value.dtype, value.float().sum().item()) for name, value in optimizer.list_tensors().items()}
+    apart = sum(master.data_ptr() != optimizer.weights[name].data_ptr() for name, master in optimizer.masters.items())
+    scaler = optimizer.scaler
+    for _ in range(3):
+        if scaler is not None:
+            scaler.update(is_finite=False)
+    scale = None if scaler is None else (scaler.scale, scaler.is_static, scaler.window, scaler.hysteresis)
+    weights = {name: weight.float().sum().item() for name, weight in model.module.named_parameters()}
+    return states, apart, scale, weights, model.gradients.buffer.dtype
+
+
+def see_config(flags: str) -> Any:
+    return configure(flags)
+
+
+def see_refusal(flags: str) -> Any:
+    """The sentence with which the flag's value is refused, or the configuration."""
+    try:
+        return configure(flags)
+    except MegaflowError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_pair(tmp_path_factory.mktemp("data") / "toy_text_document")
+
+
+MODEL = {
+    "--seed": "--seed 7",
+    "--num-layers": "--num-layers 3",
+    "--hidden-size": "--hidden-size 64",
+    "--num-attention-heads": "--num-attention-heads 2",
+    "--preset": "--preset gpt2_small",
+    "--kv-channels": "--kv-channels 16",
+    "--num-query-groups": "--num-query-groups 2",
+    "--ffn-hidden-size": "--ffn-hidden-size 48",
+    "--activation": "--activation squared_relu",
+    "--swiglu": "--swiglu",
+    "--squared-relu": "--squared-relu",
+    "--normalization": "--normalization RMSNorm",
+    "--qk-layernorm": "--qk-layernorm",
+    "--disable-bias-linear": "--disable-bias-linear",
+    "--add-qkv-bias": ("--disable-bias-linear", "--disable-bias-linear --add-qkv-bias"),
+    "--position-embedding-type": "--position-embedding-type none",
+    "--use-rotary-position-embeddings": "--use-rotary-position-embeddings",
+    "--rotary-base": (ROPE, f"{ROPE} --rotary-base 100"),
+    "--rotary-percent": (ROPE, f"{ROPE} --rotary-percent 0.5"),
+    "--rotary-interleaved": (ROPE, f"{ROPE} --rotary-interleaved"),
+    "--rotary-scaling": (ROPE, f"{ROPE} --rotary-scaling linear --rotary-scaling-factor 2"),
+    "--rotary-scaling-factor": tuple(f"{ROPE} --rotary-scaling ntk --rotary-scaling-factor {x}" for x in (2, 4)),
+    "--rotary-original-positions": tuple(
+        f"{ROPE} --rotary-scaling llama3 --rotary-scaling-factor 2 --rotary-original-positions {x}" for x in (8, 64)
+    ),
+    "--window-size": "--window-size 4",
+    "--multi-latent-attention": (ROPE, LATENT),
+    "--q-lora-rank": (LATENT, f"{LATENT} --q-lora-rank 8"),
+    "--kv-lora-rank": (LATENT, f"{LATENT} --kv-lora-rank 12"),
+    "--qk-head-dim": (LATENT, f"{LATENT} --qk-head-dim 12"),
+    "--qk-pos-emb-head-dim": (LATENT, f"{LATENT} --qk-pos-emb-head-dim 8"),
+    "--v-head-dim": (LATENT, f"{LATENT} --v-head-dim 4"),
+    "--mtp-num-layers": "--mtp-num-layers 1",
+    "--mtp-loss-scaling-factor": ("--mtp-num-layers 1", "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.7"),
+    "--max-position-embeddings": "--max-position-embeddings 32",
+    "--vocab-size": "--vocab-size 200",
+    "--make-vocab-size-divisible-by": "--make-vocab-size-divisible-by 200",
+    "--untie-embeddings-and-output-weights": "--untie-embeddings-and-output-weights",
+    "--hidden-dropout": "--hidden-dropout 0.3",
+    "--attention-dropout": "--attention-dropout 0.3",
+    "--init-method-std": "--init-method-std 0.1",
+    "--no-scaled-output-init": "--no-scaled-output-init",
+    "--mup-base-hidden-size": "--mup-base-hidden-size 16",
+    "--norm-epsilon": "--norm-epsilon 0.1",
+    "--layernorm-epsilon": "--layernorm-epsilon 0.1",
+    "--attention-backend": "--attention-backend math",
+    "--bf16": "--bf16",
+    "--fp16": "--fp16",
+    "--fp64": "--fp64",
+}
+BLOCK = "--recompute-granularity full --recompute-method block"
+SAVED = {
+    "--recompute-granularity": "--recompute-granularity full",
+    "--recompute-activations": "--recompute-activations",
+    "--checkpoint-activations": "--checkpoint-activations",
+    "--enable-activation-checkpointing": "--enable-activation-checkpointing",
+    "--recompute-method": (
+        "--recompute-granularity full --recompute-num-layers 2",
+        f"{BLOCK} --recompute-num-layers 2",
+    ),
+    "--recompute-num-layers": (BLOCK, f"{BLOCK} --recompute-num-layers 1"),
+    "--checkpoint-num-layers": (BLOCK, f"{BLOCK} --checkpoint-num-layers 1"),
+    "--recompute-modules": ("--recompute-activations", "--recompute-activations --recompute-modules attention mlp"),
+    "--compress-activations": "--compress-activations bf16",
+    "--offload-activations": "--offload-activations",
+}
+WARM = "--lr-warmup-iters 2 --lr-warmup-init"
+WSD = "--lr-decay-style WSD"
+RAMP = "--global-batch-size 8 --micro-batch-size 2"
+PLAN = {
+    "--lr": "--lr 0.5",
+    "--min-lr": "--min-lr 1e-4",
+    "--lr-decay-style": "--lr-decay-style cosine",
+    "--lr-decay-iters": "--lr-decay-iters 4",
+    "--lr-decay-samples": "--lr-decay-samples 4",
+    "--lr-warmup-iters": "--lr-warmup-iters 3",
+    "--lr-warmup-samples": "--lr-warmup-samples 3",
+    "--lr-warmup-fraction": "--lr-warmup-fraction 0.5",
+    "--lr-warmup-init": (f"{WARM} 0", f"{WARM} 1e-4"),
+    "--lr-wsd-decay-iters": (WSD, f"{WSD} --lr-wsd-decay-iters 4"),
+    "--lr-wsd-decay-samples": (WSD, f"{WSD} --lr-wsd-decay-samples 4"),
+    "--lr-wsd-decay-style": (
+        f"{WSD} --lr-wsd-decay-iters 4",
+        f"{WSD} --lr-wsd-decay-iters 4 --lr-wsd-decay-style linear",
+    ),
+    "--weight-decay": "--weight-decay 0.3",
+    "--start-weight-decay": tuple(f"--weight-decay-incr-style linear --start-weight-decay {x}" for x in (0, 0.1)),
+    "--end-weight-decay": "--end-weight-decay 0.3",
+    "--weight-decay-incr-style": tuple(
+        f"--start-weight-decay 0 --weight-decay-incr-style {x}" for x in ("linear", "cosine")
+    ),
+    "--micro-batch-size": "--micro-batch-size 2",
+    "--global-batch-size": "--global-batch-size 4",
+    "--num-micro-batches": "--num-micro-batches 2",
+    "--gradient-accumulation-steps": "--gradient-accumulation-steps 2",
+    "--rampup-batch-size": (RAMP, f"{RAMP} --rampup-batch-size 2 2 12"),
+    "--train-iters": "--train-iters 9",
+}
+STEP = {
+    "--optimizer": "--optimizer lion",
+    "--no-decay": "--no-decay blocks.*",
+    "--adam-beta1": "--adam-beta1 0.5",
+    "--adam-beta2": "--adam-beta2 0.5",
+    "--adam-eps": "--adam-eps 0.1",
+    "--sgd-momentum": ("--optimizer sgd", "--optimizer sgd --sgd-momentum 0.5"),
+    "--muon-momentum": ("--optimizer muon", "--optimizer muon --muon-momentum 0.5"),
+    "--main-params-dtype": ("--bf16", "--bf16 --main-params-dtype bf16"),
+    "--main-grads-dtype": ("--bf16", "--bf16 --main-grads-dtype bf16"),
+    "--exp-avg-dtype": "--exp-avg-dtype bf16",
+    "--exp-avg-sq-dtype": "--exp-avg-sq-dtype bf16",
+    "--optimizer-cpu-offload": "--optimizer-cpu-offload",
+    "--all-bf16": ("--bf16", "--bf16 --all-bf16"),
+    "--loss-scale": ("--fp16", "--fp16 --loss-scale 64"),
+    "--initial-loss-scale": ("--fp16", "--fp16 --initial-loss-scale 64"),
+    "--min-loss-scale": ("--fp16 --initial-loss-scale 2", "--fp16 --initial-loss-scale 2 --min-loss-scale 2"),
+    "--loss-scale-window": ("--fp16", "--fp16 --loss-scale-window 5"),
+    "--hysteresis": ("--fp16", "--fp16 --hysteresis 1"),
+}
+REFUSED = {
+    "--use-flash-attn": ("model", "flash attention needs a CUDA GPU"),
+    "--tensor-model-parallel-size": ("2", "tensor parallelism"),
+    "--pipeline-model-parallel-size": ("2", "pipeline parallelism"),
+    "--context-parallel-size": ("2", "context parallelism"),
+    "--expert-model-parallel-size": ("2", "expert parallelism"),
+}
+RUN = (
+    *(
+        "--data-path",
+        "--split",
+        "--seq-length",
+        "--num-workers",
+        "--prefetch",
+        "--eod-mask-loss",
+        "--clip-grad",
+    ),
+    *("--train-samples", "--eval-interval", "--eval-iters", "--save", "--load", "--save-interval", "--log-interval"),
+    *(
+        "--tf32",
+        "--run-dir",
+        "--run-name",
+        "--init-from",
+        "--grow",
+        "--tokenizer-type",
+        "--tokenizer-model",
+        "--vocab-file",
+    ),
+    *("--vocab", "--merge-file", "--dataloader-type", "--sequence-parallel", "--distributed-backend"),
+)
+
+
+def test_every_flag_is_in_one_of_the_tables() -> None:
+    tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, RUN]
+    assert sorted(name for table in tables for name in table) == sorted(flag.name for flag in FLAGS)
+
+
+def compare(name: str, given: str | tuple[str, ...], see: Callable[[str], Any]) -> None:
+    before, after = ("", given) if isinstance(given, str) else given
+    assert name in after
+    assert see(before) != see(after)
+
+
+@pytest.mark.parametrize("name", [name for name in MODEL if name not in ("--preset", "--attention-backend")])
+def test_a_flag_that_changes_the_model(name: str) -> None:
+    compare(name, MODEL[name], see_model)
+
+
+def test_a_preset_changes_the_model_and_a_backend_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare("--preset", MODEL["--preset"], see_config)
+    kernel = build_model(configure("--attention-backend math"), one_rank()).module.blocks[0].attention.core  # type: ignore[index,union-attr]
+    assert kernel.__name__ == "attend_math"
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_flag_that_changes_what_is_kept_for_backward(name: str) -> None:
+    compare(name, SAVED[name], see_saved)
+
+
+@pytest.mark.parametrize("name", PLAN)
+def test_a_flag_that_changes_the_plan(name: str) -> None:
+    compare(name, PLAN[name], see_plan)
+
+
+@pytest.mark.parametrize("name", STEP)
+def test_a_flag_that_changes_a_step(name: str) -> None:
+    compare(name, STEP[name], see_step)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_flag_that_is_refused_here(name: str) -> None:
+    value, words = REFUSED[name]
+    if value == "model":
+        with pytest.raises(MegaflowError, match=words):
+            build_model(configure(name), one_rank())
+    else:
+        assert words in see_refusal(f"{name} {value}")
+
+
+def observe(prefix: str, folder: Path, flags: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What a run leaves: its values line by line, what it said, its files."""
+    capsys.readouterr()
+    words = flags.replace("DIR", str(folder)).split()
+    data = [] if "--data-path" in words else ["--data-path", prefix]
+    length = [] if "--train-samples" in words else ["--train-iters", "4"]
+    config, notes = read_command([*TINY, *length, "--run-dir", str(folder / "run"), *data, *words], world_size=1)
+    from megaflow_trainer.training.run import train
+
+    assert train(config, one_rank(), notes) == 0
+    lines = [json.loads(line) for line in (Path(str(config.log.run_dir)) / "metrics.jsonl").read_text().splitlines()]
+    exact = [[line.get(key) for key in ("iteration", "lm_loss", "grad_norm", "valid_loss")] for line in lines]
+    said = [line.strip() for line in capsys.readouterr().out.splitlines() if "note:" in line or "resumed" in line]
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_dir())
+    name = json.loads((Path(str(config.log.run_dir)) / "run.json").read_text())["name"]
+    return {"curve": exact, "said": said, "folders": files, "name": name, "tf32": torch.get_float32_matmul_precision()}
+
+
+EVAL = "--eval-interval 2 --eval-iters 1 --split 80,20,0"
+SEEN = {
+    "--split": ("", "--split 50,50,0", "curve"),
+    "--seq-length": ("", "--seq-length 8", "curve"),
+    "--clip-grad": ("--optimizer sgd", "--optimizer sgd --clip-grad 0.01", "curve"),
+    "--tf32": ("", "--tf32", "tf32"),
+    "--train-samples": ("", "--train-samples 5", "curve"),
+    "--eval-interval": ("--split 80,20,0 --eval-iters 1", EVAL, "curve"),
+    "--eval-iters": (EVAL, EVAL.replace("iters 1", "iters 3"), "curve"),
+    "--save": ("", "--save DIR/ckpt", "folders"),
+    "--save-interval": ("--save DIR/ckpt", "--save DIR/ckpt --save-interval 1", "folders"),
+    "--log-interval": ("", "--log-interval 2", "curve"),
+    "--run-dir": ("", "--run-dir DIR/other", "folders"),
+    "--run-name": ("", "--run-name mine", "name"),
+    "--dataloader-type": ("", "--dataloader-type cyclic", "said"),
+    "--sequence-parallel": ("", "--sequence-parallel", "said"),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_flag_that_changes_the_run(
+    name: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after, aspect = SEEN[name]
+    assert name in after
+    one, two = (
+        observe(prefix, tmp_path / kind, flags, capsys) for kind, flags in (("before", before), ("after", after))
+    )
+    assert one[aspect] != two[aspect]
+
+
+def test_data_flags_that_name_other_data_or_load_weights(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = observe(prefix, tmp_path / "plain", f"--save {tmp_path}/ckpt", capsys)
+    other = write_pair(tmp_path / "other_text_document", document_tokens=30)
+    assert observe(prefix, tmp_path / "a", f"--data-path {other}", capsys)["curve"] != plain["curve"]
+    begun = observe(prefix, tmp_path / "b", f"--init-from {tmp_path}/ckpt", capsys)
+    assert begun["curve"][0][1] != plain["curve"][0][1]
+    resumed = observe(prefix, tmp_path / "c", f"--load {tmp_path}/ckpt --train-iters 6", capsys)
+    assert [line[0] for line in resumed["curve"]] == [5, 6]
+    with pytest.raises(MegaflowError, match="--grow keeps"):
+        observe(prefix, tmp_path / "d", f"--num-layers 3 --init-from {tmp_path}/ckpt", capsys)
+    observe(prefix, tmp_path / "e", f"--num-layers 3 --init-from {tmp_path}/ckpt --grow", capsys)
+
+
+def test_predictions_made_at_the_end_of_a_document_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = write_pair(tmp_path / "own_text_document")
+    tokenizer = {"type": "test", "vocab_size": 64, "eod_id": 0, "fingerprint": "f" * 16}
+    Path(f"{made}.json").write_text(json.dumps({"format_version": 1, "tokenizer": tokenizer}))
+    one, two = (observe(made, tmp_path / str(len(flags)), flags, capsys) for flags in ("", "--eod-mask-loss"))
+    assert one["curve"] != two["curve"]
+
+
+@pytest.mark.parametrize("name", ["--tokenizer-model", "--vocab-file", "--vocab", "--merge-file"])
+def test_a_tokenizer_that_is_not_there_is_named(name: str, prefix: str, tmp_path: Path) -> None:
+    words = "merge-file needs the vocabulary" if name == "--merge-file" else r"none\.json"
+    with pytest.raises(MegaflowError, match=words):
+        run_tiny(prefix, ["--train-iters", "1", name, str(tmp_path / "none.json")])
+
+
+def test_an_unknown_tokenizer_type_is_named(prefix: str) -> None:
+    with pytest.raises(MegaflowError, match="NoSuchTokenizer"):
+        run_tiny(prefix, ["--train-iters", "1", "--tokenizer-type", "NoSuchTokenizer"])
+
+
+@pytest.mark.parametrize("flags", ["--num-workers 0", "--prefetch 1"])
+def test_threads_and_prefetch_change_the_loader_and_not_the_samples(
+    flags: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megaflow_trainer.training import data
+
+    seen: list[dict[str, Any]] = []
+    loader = data.Loader
+    monkeypatch.setattr(data, "Loader", lambda *args, **kwargs: seen.append(kwargs) or loader(*args, **kwargs))
+    one, two = observe(prefix, tmp_path / "a", "", capsys), observe(prefix, tmp_path / "b", flags, capsys)
+    assert seen[0] != seen[1]
+    assert one["curve"] == two["curve"]
+
+
+def test_the_backend_is_said_and_gloo_stays_on_the_cpu() -> None:
+    from megaflow_trainer.parallel.mesh import Launch, choose_device
+
+    device, backend, _ = choose_device(Launch(), configure("--distributed-backend gloo").parallel.backend)
+    assert (device.type, backend) == ("cpu", "gloo")

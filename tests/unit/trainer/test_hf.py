@@ -1,0 +1,202 @@
+"""Hugging Face folders: logits of `transformers`, bytes that come back, and growing a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.pairs import write_pair
+from helpers.runs import TINY, read_tensors, run_tiny
+from megaflow.errors import CheckpointError
+from megaflow_trainer.checkpoint.hf import find_family, read_hf, write_hf
+from megaflow_trainer.checkpoint.initial import fill_weights
+from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model.gpt import GPT, build_gpt
+from megaflow_trainer.model.init import init_weights
+from megaflow_trainer.model.sockets import Sockets
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "llama_mha": ("Llama", {**SMALL, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama_gqa_16_8": ("Llama", {**SMALL, "hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 8}),
+    "llama_gqa_16_2": ("Llama", {**SMALL, "hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2}),
+    "llama_mqa": ("Llama", {**SMALL, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "llama_3": ("Llama", {**SMALL, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16}}),
+    "llama_yarn": ("Llama", {**SMALL, "rope_scaling": YARN}),
+    "mistral": ("Mistral", {**SMALL, "num_key_value_heads": 2, "sliding_window": 5, "head_dim": 16}),
+    "qwen2": ("Qwen2", {**SMALL, "num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {**SMALL, "num_key_value_heads": 2, "head_dim": 8}),
+}
+
+
+def load(config: ModelConfig, weights: dict[str, torch.Tensor]) -> GPT:
+    model = build_gpt(config, Sockets(), device=torch.device("cpu"), dtype=torch.float32)
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def make_shape(**shape: Any) -> ModelConfig:
+    return ModelConfig(
+        **{"num_layers": 2, "hidden_dim": 32, "num_heads": 4, "vocab_size": 61, "max_positions": 16} | shape
+    )
+
+
+def make_weights(config: ModelConfig, seed: int = 3) -> dict[str, torch.Tensor]:
+    model = build_gpt(config, Sockets(), device=torch.device("cpu"), dtype=torch.float32)
+    init_weights(model, config, seed=seed)
+    with torch.no_grad():  # biases and norms that differ from row to row, so that an exchange is seen
+        for weight in model.parameters():
+            weight.add_(0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)))
+    return dict(model.state_dict())
+
+
+def same_bytes(one: Path, other: Path) -> bool:
+    return all(
+        (one / name).read_bytes() == (other / name).read_bytes() for name in ("config.json", "model.safetensors")
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    kind, settings = FAMILIES[name]
+    given = getattr(transformers, f"{kind}Config")(**settings, attn_implementation="eager")
+    torch.manual_seed(0)
+    head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    theirs = getattr(transformers, f"{kind}{head}")(given).eval()
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            weight.add_(0.02 * torch.randn(weight.shape))
+    theirs.save_pretrained(tmp_path / "theirs")
+    config, weights = read_hf(tmp_path / "theirs")
+    tokens = torch.randint(61, (2, 40))
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        found = load(config, weights).compute_logits(tokens)
+    assert (found - expected).abs().max().item() <= 1e-5
+    write_hf(tmp_path / "ours", config, weights)  # and back: transformers reads what we write
+    again = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, expected)
+    stored = load_file(tmp_path / "theirs" / "model.safetensors")
+    written = load_file(tmp_path / "ours" / "model.safetensors")
+    assert stored.keys() == written.keys()
+    assert all(torch.equal(stored[key], written[key]) for key in stored)
+
+
+ROPE = {"position_kind": "rope", "norm": "RMSNorm", "activation": "swiglu", "linear_bias": False}
+SHAPES = {
+    "gpt2": {},
+    "llama": {**ROPE, "num_kv_heads": 2, "tied_embeddings": False},
+    "mistral": {**ROPE, "num_kv_heads": 1, "window": 8},
+    "qwen2": {**ROPE, "qkv_bias": True, "num_kv_heads": 2},
+    "qwen3": {**ROPE, "qk_norm": True, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_export_import_export_is_the_same_bytes(family: str, tmp_path: Path) -> None:
+    config = make_shape(**SHAPES[family], vocab_multiple=16)  # 64 rows, 3 of them padding
+    assert find_family(config) == family
+    weights = make_weights(config)
+    write_hf(tmp_path / "one", config, weights)
+    read, back = read_hf(tmp_path / "one")
+    write_hf(tmp_path / "two", read, back)
+    assert same_bytes(tmp_path / "one", tmp_path / "two")
+    tokens = torch.randint(61, (2, 16))
+    assert torch.equal(load(config, weights).compute_logits(tokens)[..., :61], load(read, back).compute_logits(tokens))
+
+
+def test_what_has_no_hugging_face_form_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="this model has no Hugging Face form"):
+        write_hf(tmp_path, make_shape(activation="squared_relu"), {})
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "vocab_size": 5}')
+    with pytest.raises(CheckpointError, match="model_type 'bert' is not read"):
+        read_hf(tmp_path)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    config = make_shape()
+    write_hf(tmp_path, config, make_weights(config))
+    text = (tmp_path / "config.json").read_text().replace('"n_layer": 2', '"n_layer": 3')
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"tensor transformer\.h\.2\.ln_1\.weight"):
+        read_hf(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_pair(tmp_path_factory.mktemp("data") / "toy_text_document")
+
+
+LENGTH = ("--train-iters", "2", "--global-batch-size", "2")
+
+
+def test_a_run_starts_from_a_hugging_face_folder(prefix: str, tmp_path: Path) -> None:
+    config = make_shape(vocab_size=64, vocab_multiple=1)
+    weights = make_weights(config)
+    write_hf(tmp_path / "hf", config, weights)
+    run_tiny(prefix, [*LENGTH, "--lr", "0", "--init-from", str(tmp_path / "hf"), "--save", str(tmp_path / "run")])
+    found = read_tensors(tmp_path / "run", 2)
+    assert torch.equal(found["model/blocks.1.mlp.up.weight"], weights["blocks.1.mlp.up.weight"])
+    assert torch.equal(found["model/embedding.weight"][:64], weights["embedding.weight"])
+
+
+def test_a_model_grows_by_layers_vocabulary_and_positions(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_tiny(prefix, [*LENGTH, "--save", str(tmp_path / "small")])
+    small = read_tensors(tmp_path / "small", 2)
+    larger = ["--num-layers", "4", "--vocab-size", "100", "--max-position-embeddings", "24", "--lr", "0"]
+    flags = [*LENGTH, *larger, "--init-from", str(tmp_path / "small"), "--save", str(tmp_path / "large")]
+    with pytest.raises(CheckpointError, match=r"embedding.weight has shape \(96, 32\) .* \(144, 32\) .*; --grow keeps"):
+        run_tiny(prefix, flags)
+    run_tiny(prefix, [*flags, "--grow"])
+    said = capsys.readouterr().out
+    assert "layers 2 to 3 keep their initial weights" in said
+    assert "embedding.weight: rows 96 to 143 keep their initial values" in said
+    large = read_tensors(tmp_path / "large", 2)
+    for name in ("model/blocks.1.attention.qkv.weight", "model/norm.weight"):
+        assert torch.equal(large[name], small[name])
+    assert torch.equal(large["model/embedding.weight"][:96], small["model/embedding.weight"])
+    assert torch.equal(large["model/positions.weight"][:16], small["model/positions.weight"])
+    assert large["model/blocks.3.mlp.up.weight"].std() > 0
+
+
+def test_a_narrower_or_wider_model_does_not_grow() -> None:
+    saved = make_weights(make_shape())
+    with pytest.raises(CheckpointError, match=r"has shape \(96, 32\).*\(144, 48\).*start with the model flags"):
+        fill_weights(
+            {"blocks.0.attention.qkv.weight": torch.zeros(144, 48)},
+            {"blocks.0.attention.qkv.weight": saved["blocks.0.attention.qkv.weight"]},
+            Path("ckpt"),
+            vocab_size=61,
+            may_grow=True,
+        )
+    with pytest.raises(CheckpointError, match="of the checkpoint is not in this model"):
+        fill_weights({}, saved, Path("ckpt"), vocab_size=61, may_grow=True)
+
+
+def test_the_converter_writes_recipe_and_folder(prefix: str, tmp_path: Path) -> None:
+    import convert_hf
+
+    config = make_shape(**SHAPES["llama"], vocab_multiple=1, vocab_size=64)
+    write_hf(tmp_path / "hf", config, make_weights(config))
+    assert convert_hf.main(["recipe", str(tmp_path / "hf"), str(tmp_path / "m.yaml")]) == 0
+    flags = ["--config", str(tmp_path / "m.yaml"), *TINY[6:], "--train-iters", "1", "--lr", "0"]
+    flags += ["--make-vocab-size-divisible-by", "1", "--data-path", prefix, "--save", str(tmp_path / "run")]
+    run_tiny(prefix, [*flags, "--init-from", str(tmp_path / "hf")], base=[])
+    assert convert_hf.main(["export", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
+    stored, written = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert all(torch.equal(stored[key], written[key]) for key in stored)
+    assert convert_hf.main(["export", str(tmp_path / "none"), str(tmp_path / "x")]) == 1
+    assert convert_hf.main([]) == 2

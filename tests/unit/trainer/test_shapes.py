@@ -1,0 +1,250 @@
+"""The family of models: each part against its definition, and every published shape's parameters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megaflow_trainer.config.arithmetic import count_flops_per_token, count_parameters
+from megaflow_trainer.config.presets import PRESETS
+from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model.gpt import GPT, build_gpt
+from megaflow_trainer.model.init import init_weights
+from megaflow_trainer.model.rope import Rotary, compute_frequencies, make_rotary, rotate
+from megaflow_trainer.model.sockets import Sockets
+from megaflow_trainer.ops.attention import attend_math, attend_sdpa
+
+CPU = torch.device("cpu")
+# GPT-2 and Llama: the sizes of the published checkpoints. GPT-3 and Nemotron-4 were published rounded: by hand from
+# their shapes, 12 L h^2 + 13 L h + (v + p) h + 2 h for the former.
+PUBLISHED = {
+    "gpt2_small": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+    "gpt3_1.3b": 1_315_723_264,
+    "gpt3_2.7b": 2_651_553_280,
+    "gpt3_6.7b": 6_658_404_352,
+    "gpt3_13b": 12_853_386_240,
+    "gpt3_175b": 174_604_259_328,
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "nemotron4_340b": 341_029_195_776,
+}
+ROPE: dict[str, object] = {"position_kind": "rope"}
+LATENT = {**ROPE, "is_latent": True, "kv_latent_dim": 12, "qk_dim": 8, "qk_rotary_dim": 4, "v_dim": 6}
+LLAMA = {**ROPE, "norm": "RMSNorm", "activation": "swiglu", "linear_bias": False, "tied_embeddings": False}
+KINDS: dict[str, dict[str, object]] = {
+    "llama": {**LLAMA, "num_kv_heads": 2},
+    "multi_query": {**ROPE, "num_kv_heads": 1},
+    "wide_heads": {**ROPE, "head_dim": 16},
+    "qwen": {**LLAMA, "qkv_bias": True, "qk_norm": True},
+    "nemotron": {**LLAMA, "activation": "squared_relu", "norm": "LayerNorm", "rotary_fraction": 0.5},
+    "no_positions": {"position_kind": "none"},
+    "window": {"window": 4},
+    "latent": LATENT,
+    "latent_queries": {**LATENT, **LLAMA, "q_latent_dim": 10},
+    "further": {"num_mtp_layers": 2},
+    "further_llama": {**LLAMA, "num_mtp_layers": 1},
+}
+
+
+def make_config(**shape: object) -> ModelConfig:
+    base: dict[str, object] = {"num_layers": 2, "hidden_dim": 32, "num_heads": 4, "max_positions": 16, "vocab_size": 61}
+    base |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "vocab_multiple": 1}
+    return ModelConfig(**(base | shape))  # type: ignore[arg-type]
+
+
+def make_model(**shape: object) -> GPT:
+    config = make_config(**shape)
+    model = build_gpt(config, Sockets(), device=CPU, dtype=torch.float32)
+    init_weights(model, config, seed=1)
+    return model
+
+
+def make_tokens(length: int = 16) -> torch.Tensor:
+    return torch.randint(61, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def count_real(config: ModelConfig) -> int:
+    model = build_gpt(config, Sockets(), device=torch.device("meta"), dtype=torch.bfloat16)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def test_every_preset_has_a_published_count() -> None:
+    assert PRESETS.keys() == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_parameters_and_the_real_model_too(name: str) -> None:
+    config = ModelConfig(**PRESETS[name])
+    assert count_parameters(config) == PUBLISHED[name] == count_real(config)
+
+
+@pytest.mark.parametrize("shape", KINDS.values(), ids=KINDS)
+def test_every_kind_trains_sees_no_future_and_has_the_counted_parameters(shape: dict[str, object]) -> None:
+    model, tokens = make_model(**shape), make_tokens(17)
+    assert count_parameters(model.config) == sum(weight.numel() for weight in model.parameters())
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    assert loss.mean().item() == pytest.approx(math.log(61), abs=0.1)
+    loss.sum().backward()
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
+    changed = tokens[:, :16].clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 61
+    before, after = model.compute_logits(tokens[:, :16]), model.compute_logits(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10], atol=1e-6, rtol=0)
+    assert not torch.equal(before[:, 10:], after[:, 10:])
+
+
+def test_the_llama_block_is_the_textbook_one() -> None:
+    model, tokens = make_model(num_layers=1, **LLAMA, num_kv_heads=2), make_tokens()
+    w = dict(model.named_parameters())
+
+    def apply(name: str, x: torch.Tensor) -> torch.Tensor:
+        return x @ w[f"blocks.0.{name}.weight"].T
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+    def turn(x: torch.Tensor) -> torch.Tensor:  # complex numbers made of the two halves of a head
+        angle = torch.outer(torch.arange(16), 10000.0 ** (-torch.arange(4) / 4))
+        pair = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([pair.real, pair.imag], -1)
+
+    x = w["embedding.weight"][tokens]
+    q, k, v = apply("attention.qkv", norm(x)).split([32, 16, 16], dim=-1)
+    q, k, v = (part.reshape(2, 16, -1, 8).transpose(1, 2) for part in (q, k, v))
+    k, v = k[:, [0, 0, 1, 1]], v[:, [0, 0, 1, 1]]
+    y = attend_math(turn(q), turn(k), v, dropout=0.0).transpose(1, 2).reshape(2, 16, 32)
+    x = x + apply("attention.proj", y)
+    x = x + apply("mlp.down", F.silu(apply("mlp.gate", norm(x))) * apply("mlp.up", norm(x)))
+    torch.testing.assert_close(model.compute_logits(tokens), norm(x) @ w["head.weight"].T)
+
+
+def test_squared_relu_is_what_it_says() -> None:
+    mlp, x = make_model(**KINDS["nemotron"]).blocks[0].mlp, torch.randn(3, 32)
+    torch.testing.assert_close(mlp(x), torch.relu(x @ mlp.up.weight.T) ** 2 @ mlp.down.weight.T)
+
+
+def test_rotary_positions_are_relative() -> None:
+    rotary = make_rotary(make_config(**ROPE), 16, CPU)
+    assert rotary is not None
+    q, k = torch.randn(2, 8)
+    turned_q, turned_k = (rotate(x.expand(1, 1, 16, 8), rotary)[0, 0] for x in (q, k))
+    scores = turned_q @ turned_k.T
+    for distance in range(16):
+        torch.testing.assert_close(scores.diagonal(-distance), scores[distance, 0].expand(16 - distance))
+
+
+def test_the_two_pairings_are_the_same_up_to_the_order_of_channels() -> None:
+    halves = make_rotary(make_config(**ROPE), 16, CPU)
+    assert halves is not None
+    neighbours = Rotary(halves.cos, halves.sin, is_interleaved=True)
+    x = torch.randn(1, 2, 16, 8)
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # even channels, then odd ones
+    torch.testing.assert_close(rotate(x, neighbours)[..., order], rotate(x[..., order], halves))
+    assert not torch.equal(rotate(x, neighbours), rotate(x, halves))
+
+
+def test_only_the_rotated_part_of_a_head_turns() -> None:
+    rotary = make_rotary(make_config(**ROPE, rotary_fraction=0.5), 16, CPU)
+    assert rotary is not None
+    x = torch.randn(1, 2, 16, 8)
+    assert torch.equal(rotate(x, rotary)[..., 4:], x[..., 4:])
+    assert not torch.equal(rotate(x, rotary)[..., 1:, :4], x[..., 1:, :4])
+
+
+@pytest.mark.parametrize("scaling", ["linear", "ntk", "llama3", "yarn"])
+def test_scaling_leaves_fast_pairs_and_stretches_the_slowest_by_the_factor(scaling: str) -> None:
+    shape: dict[str, object] = {**ROPE, "head_dim": 128, "max_positions": 8192, "rotary_base": 500000.0}
+    plain, gain = compute_frequencies(make_config(**shape))
+    assert gain == 1.0
+    given = {"rotary_scaling": scaling, "rotary_factor": 4.0, "rotary_original_positions": 2048}
+    scaled, gain = compute_frequencies(make_config(**shape, **given))
+    ratio = plain / scaled
+    assert ratio[0].item() == pytest.approx(4.0 if scaling == "linear" else 1.0, rel=1e-5)
+    assert ratio[-1].item() == pytest.approx(4.0, rel=1e-4)
+    assert (ratio.diff() > -1e-4).all()
+    assert gain == pytest.approx(0.1 * math.log(4) + 1 if scaling == "yarn" else 1.0)
+
+
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("window", [None, 5, 99])
+def test_grouped_and_windowed_kernels_equal_attention_written_out(heads: int, groups: int, window: int | None) -> None:
+    q, k, v = torch.randn(2, heads, 16, 8), torch.randn(2, groups, 16, 8), torch.randn(2, groups, 16, 8)
+    expected = attend_math(q, k, v, dropout=0.0, window=window)
+    torch.testing.assert_close(attend_sdpa(q, k, v, dropout=0.0, window=window), expected)
+
+
+def test_a_window_forgets_what_lies_before_it() -> None:
+    model, tokens = make_model(num_layers=1, window=4), make_tokens()
+    changed = tokens.clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 61
+    before, after = model.compute_logits(tokens), model.compute_logits(changed)
+    assert torch.equal(before[:, 4:], after[:, 4:])
+    assert not torch.equal(before[:, 3], after[:, 3])
+
+
+def test_queries_and_keys_are_normalised_per_head() -> None:
+    model = make_model(**KINDS["qwen"])
+    seen: list[torch.Tensor] = []
+    model.blocks[0].attention.core = lambda q, k, v, *, dropout: seen.extend([q, k]) or v
+    model.compute_logits(make_tokens())
+    for x in seen:
+        torch.testing.assert_close(x.square().mean(-1), torch.ones(2, 4, 16), atol=5e-2, rtol=0)
+
+
+def test_further_predictions_enter_the_gradient_and_not_the_loss() -> None:
+    tokens = make_tokens(17)
+    plain, more = make_model(), make_model(num_mtp_layers=1, mtp_loss_scale=0.5)
+    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (plain, more)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.sum().backward()
+    assert not torch.equal(plain.embedding.weight.grad, more.embedding.weight.grad)  # type: ignore[arg-type]
+    more.eval()
+    assert torch.equal(more(tokens[:, :-1], tokens[:, 1:]), losses[0])
+
+
+def test_a_further_prediction_is_scored_on_the_token_after_the_next() -> None:
+    model, tokens = make_model(num_mtp_layers=1, mtp_loss_scale=1.0, **LLAMA), make_tokens(17)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    rotary = model.make_rotary(inputs)
+    x = model.compute_hidden(inputs, rotary)
+    part = model.further[0]
+    _, normed = part(x, model.embedding(labels), rotary)  # token i + 1 beside what is known at i
+    scores = model.project(normed)[:, :15]
+    expected = F.cross_entropy(scores.flatten(0, 1), tokens[:, 2:].flatten(), reduction="none").view(2, 15)
+    found = model.compute_further(x, labels, rotary)
+    torch.testing.assert_close(found[:, :15], expected)
+    assert found[:, 15].count_nonzero() == 0
+
+
+def test_output_scaling_can_be_turned_off() -> None:
+    model = make_model(hidden_dim=128, is_output_scaled=False)
+    assert model.blocks[0].mlp.down.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_mu_p_keeps_the_base_and_narrows_inner_matrices_and_scores() -> None:
+    base, wide = make_model(mup_base_dim=32), make_model(mup_base_dim=32, hidden_dim=128, num_heads=16)
+    assert torch.equal(base.compute_logits(make_tokens()), make_model().compute_logits(make_tokens()))
+    assert wide.blocks[0].mlp.up.weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert wide.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    x = torch.randn(2, 128)
+    torch.testing.assert_close(wide.project(x), x @ wide.embedding.weight.T / 4)
+
+
+def test_flops_of_grouped_untied_and_windowed_models() -> None:
+    config = ModelConfig(**PRESETS["llama3_8b"])
+    matrices = PUBLISHED["llama3_8b"] - 128256 * 4096  # the input embedding is looked up
+    assert count_flops_per_token(config, seq_len=8192, is_causal=False) == 6 * matrices + 12 * 32 * 4096 * 8192
+    windowed = make_config(window=4)
+    full = count_flops_per_token(windowed, seq_len=16, is_causal=False)
+    assert full == 6 * count_parameters(windowed) + 12 * 2 * 32 * 4

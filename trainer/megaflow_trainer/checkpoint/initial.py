@@ -1,0 +1,97 @@
+"""Initial weights from a checkpoint or a Hugging Face folder, as they are or grown: more layers, tokens, positions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaflow.errors import CheckpointError
+from megaflow_trainer.checkpoint import store
+from megaflow_trainer.checkpoint.hf import is_hf_folder, read_hf
+
+_GROWN = ("embedding.weight", "head.weight", "positions.weight")
+_BLOCK = re.compile(r"blocks\.(\d+)\.")
+
+
+def read_weights(folder: Path) -> tuple[dict[str, Tensor], Path]:
+    """Weights by our names, from a Hugging Face folder or the last complete checkpoint of a `--save` folder.
+
+    Raises:
+        CheckpointError: if the folder is neither.
+    """
+    if is_hf_folder(folder):
+        return read_hf(folder)[1], folder
+    path = folder if store.find_damage(folder) is None else store.find_checkpoint(folder).path
+    if path is None:
+        raise CheckpointError(f"--init-from {folder}: neither a complete checkpoint nor a Hugging Face folder")
+    weights = store.read_tensors(path, "model")
+    moments = store.read_tensors(path, "optimizer")
+    return {name: moments.get(f"master.{name}", weight) for name, weight in weights.items()}, path
+
+
+@torch.no_grad()
+def fill_weights(
+    targets: Mapping[str, Tensor], source: Mapping[str, Tensor], path: Path, *, vocab_size: int, may_grow: bool
+) -> list[str]:
+    """Copy saved weights over initial ones; all names and shapes are compared before any is changed.
+
+    With `may_grow`, layers behind the saved ones keep their initial values, and so do the rows of the vocabulary and
+    of positions that the saved tables do not have. Rows of padding (from `vocab_size` on) may always be missing.
+
+    Returns:
+        What was grown, a line each.
+
+    Raises:
+        CheckpointError: naming the first tensor that does not fit, with both shapes and the remedy.
+    """
+    depth = _count_blocks(source)
+    unknown = next((name for name in source if name not in targets), None)
+    if unknown is not None:
+        raise CheckpointError(f"{path}: tensor {unknown} of the checkpoint is not in this model")
+    for name, target in targets.items():
+        fault = _find_fault(name, target, source.get(name), depth=depth, vocab_size=vocab_size, may_grow=may_grow)
+        if fault:
+            raise CheckpointError(f"{path}: {fault}")
+    for name, target in targets.items():
+        if name in source:
+            rows = min(len(target), len(source[name]))
+            target[:rows].copy_(source[name][:rows])
+    return _describe_growth(targets, source, depth)
+
+
+def _find_fault(
+    name: str, target: Tensor, saved: Tensor | None, *, depth: int, vocab_size: int, may_grow: bool
+) -> str | None:
+    block = _BLOCK.match(name)
+    is_new_layer = block is not None and int(block[1]) >= depth
+    hint = "; --grow keeps initial values where the checkpoint has none"
+    if saved is None:
+        if is_new_layer and may_grow:
+            return None
+        return f"tensor {name} of this model is not in the checkpoint" + (hint if is_new_layer else "")
+    if saved.shape == target.shape:
+        return None
+    is_longer = name in _GROWN and saved.shape[1:] == target.shape[1:] and len(saved) < len(target)
+    is_padding = name != "positions.weight" and vocab_size <= min(len(saved), len(target))
+    if (is_longer and may_grow) or (name in _GROWN and is_padding and saved.shape[1:] == target.shape[1:]):
+        return None
+    shapes = f"tensor {name} has shape {tuple(saved.shape)} in the checkpoint and {tuple(target.shape)} in this run"
+    return shapes + (hint if is_longer else "; start with the model flags that the checkpoint was made with")
+
+
+def _count_blocks(weights: Mapping[str, Tensor]) -> int:
+    return 1 + max((int(block[1]) for name in weights if (block := _BLOCK.match(name))), default=-1)
+
+
+def _describe_growth(targets: Mapping[str, Tensor], source: Mapping[str, Tensor], depth: int) -> list[str]:
+    lines = []
+    if _count_blocks(targets) > depth:
+        lines.append(f"layers {depth} to {_count_blocks(targets) - 1} keep their initial weights")
+    for name in _GROWN:
+        if name in source and len(source[name]) < len(targets[name]):
+            lines.append(f"{name}: rows {len(source[name])} to {len(targets[name]) - 1} keep their initial values")
+    return lines

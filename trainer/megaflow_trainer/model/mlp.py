@@ -1,0 +1,29 @@
+"""The MLP: h -> f -> h. Legend: b micro-batch, s sequence, h hidden, f ffn."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model.sockets import Sockets
+
+
+class Mlp(nn.Module):
+    """h -> f -> h with GELU (the tanh form, as GPT-2 was trained) or squared ReLU; with SwiGLU a gate multiplies."""
+
+    def __init__(self, config: ModelConfig, sockets: Sockets) -> None:
+        super().__init__()
+        h, f, bias = config.hidden_dim, config.ffn_width, config.linear_bias
+        self.activation = config.activation
+        self.gate = sockets.linear(h, f, bias=bias) if config.activation == "swiglu" else None
+        self.up = sockets.linear(h, f, bias=bias)
+        self.down = sockets.linear(f, h, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[b, s, h]` to `[b, s, h]`."""
+        if self.gate is not None:
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.activation == "squared_relu":
+            return self.down(F.relu(self.up(x)).square())
+        return self.down(F.gelu(self.up(x), approximate="tanh"))

@@ -1,0 +1,86 @@
+"""Rotary positions: pairs of channels are turned by an angle that grows with the position.
+
+Channel pair j of d turns by position * base^(-2j/d). Which two channels form a pair is a convention of the checkpoint:
+*halves* (j, j + d/2), as in Hugging Face's Llama files, or *interleaved* (2j, 2j + 1), as in Meta's. Both give the same
+model if the rows of the query and key matrices are permuted alike.
+
+Scaling stretches positions beyond those of pretraining: `linear` divides every angle by the factor, `ntk` raises the
+base so that only slow pairs are stretched, `llama3` and `yarn` blend by wavelength.
+
+Legend: b micro-batch, n heads, s sequence, d head dim, r rotated channels (the first r of d).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaflow_trainer.config.sections import ModelConfig
+
+_LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0  # turns within the original length below which all, above which nothing, stretches
+_YARN_FAST, _YARN_SLOW = 32.0, 1.0  # the same two bounds in YaRN's paper
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Cosines and sines of every position, `[s, r/2]` fp32, and the pairing of channels."""
+
+    cos: Tensor
+    sin: Tensor
+    is_interleaved: bool
+
+
+def make_rotary(config: ModelConfig, seq_len: int, device: torch.device) -> Rotary | None:
+    """The table for sequences of `seq_len` tokens; None if the model has no rotary positions."""
+    if config.rotary_dim == 0:
+        return None
+    frequencies, gain = compute_frequencies(config)  # [r/2]
+    positions = torch.arange(seq_len, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)  # [s, r/2]
+    return Rotary((angles.cos() * gain).to(device), (angles.sin() * gain).to(device), config.rotary_interleaved)
+
+
+def compute_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Angle per position of each pair, `[r/2]` fp32 on the CPU, and what cosines and sines are multiplied by."""
+    r, factor = config.rotary_dim, config.rotary_factor
+    base = config.rotary_base * (factor ** (r / (r - 2)) if config.rotary_scaling == "ntk" and r > 2 else 1.0)
+    plain = 1.0 / base ** (torch.arange(0, r, 2, dtype=torch.float32) / r)
+    original = config.rotary_original_positions or int((config.max_positions or 2048) / factor)
+    if config.rotary_scaling == "linear":
+        return plain / factor, 1.0
+    if config.rotary_scaling == "llama3":
+        turns = original * plain / (2 * math.pi)
+        kept = ((turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)).clamp(0, 1)
+        return plain * kept + plain / factor * (1 - kept), 1.0
+    if config.rotary_scaling == "yarn":
+        kept = _yarn_kept(r, base, original)
+        return plain * kept + plain / factor * (1 - kept), 0.1 * math.log(factor) + 1.0
+    return plain, 1.0
+
+
+def _yarn_kept(r: int, base: float, original: int) -> Tensor:
+    """How much of each pair's frequency is kept: 1 for fast pairs, 0 for slow ones, a ramp between."""
+
+    def pair_of(turns: float) -> float:
+        return r * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = max(math.floor(pair_of(_YARN_FAST)), 0), min(math.ceil(pair_of(_YARN_SLOW)), r - 1)
+    ramp = (torch.arange(r // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)
+    return 1 - ramp.clamp(0, 1)
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Turn the first r channels of queries or keys `[b, n, s, d]` by their positions; computed in fp32."""
+    r = 2 * rotary.cos.shape[-1]
+    turned, rest = x[..., :r], x[..., r:]
+    wide = turned.to(torch.promote_types(x.dtype, torch.float32))
+    if rotary.is_interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = wide[..., : r // 2], wide[..., r // 2 :]
+    parts = (first * rotary.cos - second * rotary.sin, second * rotary.cos + first * rotary.sin)
+    out = torch.stack(parts, -1).flatten(-2) if rotary.is_interleaved else torch.cat(parts, -1)
+    return torch.cat([out.to(x.dtype), rest], -1) if rest.shape[-1] else out.to(x.dtype)

@@ -1,0 +1,131 @@
+"""The optimizer: master weights, their states, and a rule that moves them; the weights are rounded from the masters.
+
+A master is the weight itself where the dtypes agree, else a copy in the wanted dtype; with offload it lies, like the
+states, in the CPU's memory, and the gradient goes there. Which rule moves which weight is decided by name and shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+import torch
+from torch import Tensor
+
+from megaflow_trainer.config.sections import OptimConfig
+from megaflow_trainer.optim.rules import Adam, Lion, Muon, Rule, Sgd, Slot
+from megaflow_trainer.optim.scaler import LossScaler
+from megaflow_trainer.parallel.data import MainParameter
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_EMBEDDINGS = ("embedding.weight", "positions.weight", "head.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Weights that one rule moves with the same decay and rate."""
+
+    rule: Rule
+    slots: list[Slot]
+    decay_factor: float
+    lr_factor: float
+
+
+class Optimizer:
+    """Masters and states by the names of the model's parameters.
+
+    Args:
+        parameters: what `parallel` exposes of the model on this rank.
+        config: kind, rates and dtypes.
+        mup_ratio: base width / width under mu-P: matrices inside the blocks move at this part of the rate.
+        scaler: the loss scale of fp16; None in other precisions.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[MainParameter],
+        config: OptimConfig,
+        *,
+        mup_ratio: float = 1.0,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        self.weights = {main.name: main.weight for main in parameters}
+        self.masters = {main.name: _make_master(main, config) for main in parameters}
+        self.main_grads = {main.name: main.main_grad for main in parameters}
+        self.scaler, self.is_offloaded = scaler, config.is_offloaded
+        self.weight_decay = config.weight_decay
+        self.slots: dict[str, Slot] = {}
+        self.groups: list[Group] = []
+        self._sort(config, mup_ratio)
+
+    def _sort(self, config: OptimConfig, mup_ratio: float) -> None:
+        """Put each weight into the group of its rule, decay and rate."""
+        main, rest = _make_rules(config)
+        found: dict[tuple[Rule, float, float], list[Slot]] = {}
+        for name, master in self.masters.items():
+            is_matrix = master.dim() > 1
+            rule = main if is_matrix and name not in _EMBEDDINGS else rest
+            decay = 1.0 if is_matrix and not any(fnmatch(name, pattern) for pattern in config.no_decay) else 0.0
+            lr = mup_ratio if is_matrix and name.startswith(("blocks.", "further.")) else 1.0
+            grad = torch.empty_like(self.main_grads[name], device="cpu") if self.is_offloaded else self.main_grads[name]
+            slot = Slot(master.detach(), grad, rule.make_state(master))
+            self.slots[name] = slot
+            found.setdefault((rule, decay, lr), []).append(slot)
+        self.groups = [Group(rule, slots, decay, lr) for (rule, decay, lr), slots in found.items()]
+
+    @torch.no_grad()
+    def step(self, lr: float, weight_decay: float | None = None) -> None:
+        """Move the masters by their gradients and round them into the weights."""
+        decay = self.weight_decay if weight_decay is None else weight_decay
+        if self.is_offloaded:
+            for name, slot in self.slots.items():
+                slot.grad.copy_(self.main_grads[name])
+        for group in self.groups:
+            group.rule.update(group.slots, lr=lr * group.lr_factor, decay=decay * group.decay_factor)
+        self.copy_to_weights()
+
+    def list_tensors(self) -> dict[str, Tensor]:
+        """Everything to save, by name: states, and masters where the weights do not hold their values."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            for key, value in self.slots[name].state.items():
+                tensors[f"{key}.{name}"] = value
+            if master.dtype != self.weights[name].dtype:
+                tensors[f"master.{name}"] = master
+        return tensors
+
+    @torch.no_grad()
+    def copy_to_weights(self) -> None:
+        """Round the masters into the weights, where these are another tensor."""
+        pairs = [(self.weights[name], master) for name, master in self.masters.items()]
+        apart = [(weight, master) for weight, master in pairs if weight.data_ptr() != master.data_ptr()]
+        if apart:
+            torch._foreach_copy_([weight.data for weight, _ in apart], [master for _, master in apart])
+
+
+def _make_rules(config: OptimConfig) -> tuple[Rule, Rule]:
+    """The rule for matrices inside the model, and that for embeddings, biases and norms."""
+    if config.kind == "lion":
+        rule: Rule = Lion(betas=(config.adam_beta1, config.adam_beta2), dtype=DTYPES[config.exp_avg_dtype])
+        return rule, rule
+    if config.kind == "sgd":
+        rule = Sgd(momentum=config.sgd_momentum, dtype=DTYPES[config.exp_avg_dtype])
+        return rule, rule
+    adam = Adam(
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        dtypes=(DTYPES[config.exp_avg_dtype], DTYPES[config.exp_avg_sq_dtype]),
+    )
+    if config.kind == "muon":
+        return Muon(momentum=config.muon_momentum, dtype=DTYPES[config.exp_avg_dtype]), adam
+    return adam, adam
+
+
+def _make_master(main: MainParameter, config: OptimConfig) -> Tensor:
+    """The tensor that is stepped: the weight itself, seen by a second name, or a copy of it."""
+    weight = main.weight.detach()
+    dtype = torch.float64 if weight.dtype == torch.float64 else DTYPES[config.main_dtype]
+    if config.is_offloaded:
+        return weight.to("cpu", dtype, copy=True)
+    return weight.to(dtype)
