@@ -75,7 +75,7 @@ def straight(corpus: Path) -> list[bytes]:
 def interrupt(
     corpus: Path, sent: signal.Signals, delay_s: float, *flags: str, journal: bool = False
 ) -> tuple[int, str]:
-    """Starts a job and sends it a signal while it works; a job that was quicker is started again, and waited for less."""
+    """Starts a job and sends it a signal while it works; a job that was quicker is started again, with less delay."""
     staging = corpus.with_name("in.partial")
     awaited = staging / "journal.json" if journal else staging
     for _ in range(40):
