@@ -5,6 +5,7 @@
 //! used.
 #![deny(unsafe_code)]
 
+mod checksummed;
 mod dataset;
 mod error;
 mod layout;
@@ -13,6 +14,7 @@ mod mmap;
 mod prefix;
 mod section;
 mod sidecar;
+mod staging;
 mod verify;
 mod widen;
 mod writer;
@@ -22,9 +24,9 @@ pub use error::IndexError;
 pub use merge::{MergeError, MergeOptions, MergeProgress, MergeReport, merge};
 pub use prefix::resolve_prefix;
 pub use sidecar::{FileRecord, SIDECAR_FORMAT_VERSION, Sidecar, SourceRecord, TokenizerFile, TokenizerRecord};
+pub use staging::{StagingFolder, WriteError, publish_file};
 pub use verify::{Fault, VerifyError, VerifyOptions, VerifyProgress, VerifyReport, checksum_file, verify};
 pub use widen::widen_tokens;
 pub use writer::{
-    EncodedDocuments, IndexedWriter, PairCounts, PairState, StagedPair, StagingFolder, WriteError, publish_file,
-    publish_pairs, resume_publication,
+    EncodedDocuments, IndexedWriter, PairCounts, PairState, StagedPair, publish_pairs, resume_publication,
 };

@@ -10,14 +10,16 @@ use std::path::{Path, PathBuf};
 
 use megaflow_core::TokenDtype;
 
+use crate::checksummed::ChecksummedFile;
 use crate::dataset::IndexedDataset;
 use crate::error::IndexError;
 use crate::layout::{HEADER_BYTES, Layout, MAGIC, VERSION};
 use crate::prefix::{data_path, index_path, with_suffix};
 use crate::section::{PIECE_BYTES, ReadFile};
 use crate::sidecar::{SIDECAR_FORMAT_VERSION, Sidecar, TokenizerRecord, concatenate_sources};
+use crate::staging::{StagingFolder, WriteError};
 use crate::widen::widen_tokens;
-use crate::writer::{ChecksummedFile, PairCounts, StagedPair, StagingFolder, WriteError};
+use crate::writer::{PairCounts, StagedPair};
 
 /// Bytes of tokens that are hashed and copied at a time.
 const COPY_BYTES: usize = 4 << 20;

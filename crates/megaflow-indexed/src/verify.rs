@@ -15,13 +15,13 @@ use std::time::Duration;
 use megaflow_core::TokenDtype;
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::checksummed::CHECKSUM_BLOCK_BYTES;
 use crate::dataset::IndexedDataset;
 use crate::error::IndexError;
 use crate::layout::{HEADER_BYTES, Layout, array_at};
 use crate::prefix::{data_path, index_path, resolve_prefix, with_suffix};
 use crate::section::{PIECE_BYTES, ReadFile};
 use crate::sidecar::{FileRecord, Sidecar};
-use crate::writer::CHECKSUM_BLOCK_BYTES;
 
 /// Faults that are described; beyond, they are counted.
 const FAULTS_SHOWN: usize = 20;

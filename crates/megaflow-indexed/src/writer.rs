@@ -10,151 +10,11 @@ use std::path::{Path, PathBuf};
 
 use megaflow_core::TokenDtype;
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::Xxh3;
 
+use crate::checksummed::{ChecksummedFile, cut_to};
 use crate::layout::{HEADER_BYTES, MAGIC, VERSION};
 use crate::sidecar::{FileRecord, Sidecar};
-
-/// Bytes of one checksummed block.
-pub(crate) const CHECKSUM_BLOCK_BYTES: usize = 64 << 20;
-
-/// Why a pair could not be written.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum WriteError {
-    /// The system refused.
-    #[error("{}: cannot {action}: {source}", .path.display())]
-    Io {
-        /// File or folder.
-        path: PathBuf,
-        /// What was being done.
-        action: &'static str,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// Another job writes the same output.
-    #[error("{}: another job is writing this output; wait for it, or choose another --output-prefix", .path.display())]
-    Busy {
-        /// The staging folder.
-        path: PathBuf,
-    },
-    /// The name of the staging folder is taken by something else.
-    #[error("{}: exists and was not made by megaflow; remove it, or choose another --output-prefix", .path.display())]
-    NotOurs {
-        /// The staging folder.
-        path: PathBuf,
-    },
-    /// A sequence has more tokens than the index can say.
-    #[error("a sequence of {tokens} tokens is longer than the {} that an .idx can hold; split the document", i32::MAX)]
-    SequenceTooLong {
-        /// Its tokens.
-        tokens: usize,
-    },
-    /// An id does not fit the type of the file.
-    #[error("token id {id} does not fit {dtype}; the tokenizer gives ids above its own vocabulary size")]
-    IdTooLarge {
-        /// The id.
-        id: u32,
-        /// Type of the file.
-        dtype: TokenDtype,
-    },
-}
-
-pub(crate) fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> WriteError {
-    let path = path.to_owned();
-    move |source| WriteError::Io { path, action, source }
-}
-
-/// Folder beside the output in which a job keeps everything that is not complete. Removed when dropped, unless it is kept for
-/// a later job that goes on.
-///
-/// It holds a lock file, so that two jobs on one output cannot mix; the system frees the lock of a killed job.
-#[derive(Debug)]
-pub struct StagingFolder {
-    path: PathBuf,
-    lock_path: PathBuf,
-    keep: bool,
-    _lock: File,
-}
-
-impl StagingFolder {
-    /// Makes and locks `PREFIX.partial`, and empties what a killed job left there.
-    ///
-    /// # Errors
-    /// As `open`.
-    pub fn create(prefix: &Path) -> Result<Self, WriteError> {
-        let staging = Self::open(prefix)?;
-        staging.clear()?;
-        Ok(staging)
-    }
-
-    /// Makes and locks `PREFIX.partial`; what a killed job left there stays.
-    ///
-    /// # Errors
-    /// [`WriteError::Busy`] if another job holds it, [`WriteError::NotOurs`] if it is something else, [`WriteError::Io`]
-    /// if the folder of the output cannot be written.
-    pub fn open(prefix: &Path) -> Result<Self, WriteError> {
-        let mut name = prefix.as_os_str().to_owned();
-        name.push(".partial");
-        let path = PathBuf::from(name);
-        if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
-            fs::create_dir_all(parent).map_err(io_error(parent, "make the folder of the output"))?;
-        }
-        let lock_path = path.join("lock");
-        match fs::create_dir(&path) {
-            Ok(()) => {}
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                let is_empty = fs::read_dir(&path).is_ok_and(|mut entries| entries.next().is_none());
-                if !lock_path.is_file() && !is_empty {
-                    return Err(WriteError::NotOurs { path });
-                }
-            }
-            Err(source) => return Err(io_error(&path, "write the output's folder")(source)),
-        }
-        let lock = File::create(&lock_path).map_err(io_error(&lock_path, "make the lock"))?;
-        rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive).map_err(|error| {
-            if error == rustix::io::Errno::WOULDBLOCK {
-                WriteError::Busy { path: path.clone() }
-            } else {
-                io_error(&lock_path, "lock")(error.into())
-            }
-        })?;
-        Ok(Self { path, lock_path, keep: false, _lock: lock })
-    }
-
-    /// Removes everything but the lock.
-    ///
-    /// # Errors
-    /// [`WriteError::Io`].
-    pub fn clear(&self) -> Result<(), WriteError> {
-        for entry in fs::read_dir(&self.path).map_err(io_error(&self.path, "list"))? {
-            let left_over = entry.map_err(io_error(&self.path, "list"))?.path();
-            if left_over != self.lock_path {
-                fs::remove_file(&left_over).map_err(io_error(&left_over, "remove what a killed job left"))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether the folder outlives this value, so that a later job can go on.
-    pub fn set_keep(&mut self, keep: bool) {
-        self.keep = keep;
-    }
-
-    /// The folder.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-}
-
-impl Drop for StagingFolder {
-    fn drop(&mut self) {
-        if !self.keep {
-            // What cannot be removed is emptied by the next job with this output.
-            let _ = fs::remove_dir_all(&self.path);
-        }
-    }
-}
+use crate::staging::{StagingFolder, WriteError, io_error, publish_file, with_suffix};
 
 /// Tokens of whole documents, ready to be appended.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -297,8 +157,8 @@ impl IndexedWriter {
             file.get_ref().sync_data()
         });
         synced.map_err(io_error(&self.staged, "make the index durable"))?;
-        self.bin.file.sync_data().map_err(io_error(&self.bin.path, "make durable"))?;
-        Ok(PairState { counts: self.counts, bin_xxh3_64: self.bin.record.xxh3_64.clone() })
+        self.bin.sync()?;
+        Ok(PairState { counts: self.counts, bin_xxh3_64: self.bin.whole_blocks().to_vec() })
     }
 
     /// Appends documents.
@@ -485,33 +345,7 @@ fn publish_places(places: &[(PathBuf, PathBuf)]) -> Result<(), WriteError> {
 }
 
 fn staged_path(staging: &StagingFolder, prefix: &Path) -> PathBuf {
-    staging.path.join(prefix.file_name().unwrap_or_default())
-}
-
-/// Cuts a file to `size` and goes to its end; a shorter file is an error.
-fn cut_to(file: &mut File, size: u64) -> io::Result<()> {
-    if file.metadata()?.len() < size {
-        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file is shorter than the journal says"));
-    }
-    file.set_len(size)?;
-    file.seek(io::SeekFrom::Start(size))?;
-    Ok(())
-}
-
-/// Renames a durable file, then makes the new name durable.
-///
-/// # Errors
-/// [`WriteError::Io`].
-pub fn publish_file(from: &Path, to: &Path) -> Result<(), WriteError> {
-    fs::rename(from, to).map_err(io_error(to, "give the file its final name"))?;
-    let folder = to.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    File::open(folder).and_then(|folder| folder.sync_all()).map_err(io_error(folder, "make durable"))
-}
-
-fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(suffix);
-    PathBuf::from(name)
+    staging.path().join(prefix.file_name().unwrap_or_default())
 }
 
 fn into_io(error: WriteError) -> io::Error {
@@ -541,118 +375,6 @@ fn copy_chunks(reader: &mut impl Read, unit: usize, mut each: impl FnMut(&[u8]) 
             return Ok(());
         }
     }
-}
-
-/// A file whose blocks are checksummed while they are written.
-pub(crate) struct ChecksummedFile {
-    path: PathBuf,
-    file: File,
-    hash: Box<Xxh3>,
-    hashed_bytes: usize,
-    record: FileRecord,
-}
-
-impl ChecksummedFile {
-    pub(crate) fn create(path: PathBuf) -> Result<Self, WriteError> {
-        let file = File::create(&path).map_err(io_error(&path, "make the file"))?;
-        let record = FileRecord { bytes: 0, block_bytes: CHECKSUM_BLOCK_BYTES as u64, xxh3_64: Vec::new() };
-        Ok(Self { path, file, hash: Box::new(Xxh3::new()), hashed_bytes: 0, record })
-    }
-
-    /// Goes on behind the first `bytes`, of which the whole blocks have known checksums; the rest is read again.
-    fn resume(path: PathBuf, bytes: u64, xxh3_64: &[String]) -> Result<Self, WriteError> {
-        let opened = File::options().read(true).write(true).open(&path);
-        let file = opened.map_err(io_error(&path, "go on with the file"))?;
-        let known = (xxh3_64.len() as u64).min(bytes / CHECKSUM_BLOCK_BYTES as u64);
-        let hashed = known * CHECKSUM_BLOCK_BYTES as u64;
-        let record = FileRecord {
-            bytes: hashed,
-            block_bytes: CHECKSUM_BLOCK_BYTES as u64,
-            xxh3_64: xxh3_64[..known as usize].to_vec(),
-        };
-        let mut resumed = Self { path, file, hash: Box::new(Xxh3::new()), hashed_bytes: 0, record };
-        let read_again = (|| {
-            cut_to(&mut resumed.file, bytes)?;
-            resumed.file.seek(io::SeekFrom::Start(hashed))?;
-            let mut tail = Vec::new();
-            Read::by_ref(&mut resumed.file).take(bytes - hashed).read_to_end(&mut tail)?;
-            resumed.take_in(&tail);
-            Ok(())
-        })();
-        read_again.map_err(io_error(&resumed.path, "go on with the file"))?;
-        Ok(resumed)
-    }
-
-    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<(), WriteError> {
-        self.file.write_all(bytes).map_err(io_error(&self.path, "write"))?;
-        self.take_in(bytes);
-        Ok(())
-    }
-
-    /// Appends `bytes`, which are those of `source` from `at` on, inside the kernel: file systems that can share blocks need
-    /// not copy them. Returns false if it did nothing because the kernel or the file system cannot.
-    pub(crate) fn write_from(&mut self, source: &File, at: u64, bytes: &[u8]) -> Result<bool, WriteError> {
-        let copied = copy_inside_kernel(source, at, &self.file, bytes.len());
-        let copied = copied.map_err(io_error(&self.path, "write"))?;
-        if copied == 0 {
-            return Ok(false);
-        }
-        self.file.write_all(&bytes[copied..]).map_err(io_error(&self.path, "write"))?;
-        self.take_in(bytes);
-        Ok(true)
-    }
-
-    /// Counts and hashes bytes that are in the file.
-    fn take_in(&mut self, bytes: &[u8]) {
-        self.record.bytes += bytes.len() as u64;
-        let mut rest = bytes;
-        while !rest.is_empty() {
-            let (now, later) = rest.split_at(rest.len().min(CHECKSUM_BLOCK_BYTES - self.hashed_bytes));
-            self.hash.update(now);
-            self.hashed_bytes += now.len();
-            if self.hashed_bytes == CHECKSUM_BLOCK_BYTES {
-                self.end_block();
-            }
-            rest = later;
-        }
-    }
-
-    fn end_block(&mut self) {
-        self.record.xxh3_64.push(format!("{:016x}", self.hash.digest()));
-        self.hash.reset();
-        self.hashed_bytes = 0;
-    }
-
-    pub(crate) fn finish(mut self) -> Result<FileRecord, WriteError> {
-        if self.hashed_bytes > 0 {
-            self.end_block();
-        }
-        self.file.sync_all().map_err(io_error(&self.path, "make durable"))?;
-        Ok(self.record)
-    }
-}
-
-/// Bytes that the kernel appended to `target`, at most `bytes`; 0 if it cannot copy between these files.
-#[cfg(target_os = "linux")]
-fn copy_inside_kernel(source: &File, mut at: u64, target: &File, bytes: usize) -> io::Result<usize> {
-    use rustix::io::Errno;
-    let mut done = 0;
-    while done < bytes {
-        match rustix::fs::copy_file_range(source, Some(&mut at), target, None, bytes - done) {
-            Ok(0) => break,
-            Ok(now) => done += now,
-            Err(Errno::INTR) => {}
-            // Each of these says that another way of copying will do; what is wrong with the disk has other names.
-            Err(Errno::XDEV | Errno::NOSYS | Errno::INVAL | Errno::OPNOTSUPP | Errno::PERM) => break,
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(done)
-}
-
-#[cfg(not(target_os = "linux"))]
-fn copy_inside_kernel(_: &File, _: u64, _: &File, _: usize) -> io::Result<usize> {
-    Ok(0)
 }
 
 #[cfg(test)]
@@ -700,25 +422,6 @@ mod tests {
             IndexedWriter::create(&staging, &folder.path().join("set_text_document"), TokenDtype::I32).unwrap();
         let pair = writer.finish().unwrap();
         assert_eq!((pair.bin.bytes, pair.idx.bytes), (0, 42));
-    }
-
-    #[test]
-    fn a_staging_folder_is_locked_cleaned_and_never_taken_from_others() {
-        let folder = tempfile::tempdir().unwrap();
-        let prefix = folder.path().join("set");
-        let staging = StagingFolder::create(&prefix).unwrap();
-        assert!(matches!(StagingFolder::create(&prefix), Err(WriteError::Busy { .. })));
-        fs::write(staging.path().join("left.bin"), b"x").unwrap();
-        let path = staging.path().to_owned();
-        std::mem::forget(staging); // as after a kill, but that this process still holds the lock
-        assert!(matches!(StagingFolder::create(&prefix), Err(WriteError::Busy { .. })));
-        fs::remove_file(path.join("lock")).unwrap();
-        assert!(matches!(StagingFolder::create(&prefix), Err(WriteError::NotOurs { .. })));
-        fs::write(path.join("lock"), b"").unwrap();
-        let staging = StagingFolder::create(&prefix).unwrap();
-        assert_eq!(fs::read_dir(staging.path()).unwrap().count(), 1);
-        drop(staging);
-        assert!(!path.exists());
     }
 
     #[test]

@@ -1,0 +1,185 @@
+//! Where a job keeps what is not complete, and how files get their final names.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use megaflow_core::TokenDtype;
+
+/// Why a pair could not be written.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WriteError {
+    /// The system refused.
+    #[error("{}: cannot {action}: {source}", .path.display())]
+    Io {
+        /// File or folder.
+        path: PathBuf,
+        /// What was being done.
+        action: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Another job writes the same output.
+    #[error("{}: another job is writing this output; wait for it, or choose another --output-prefix", .path.display())]
+    Busy {
+        /// The staging folder.
+        path: PathBuf,
+    },
+    /// The name of the staging folder is taken by something else.
+    #[error("{}: exists and was not made by megaflow; remove it, or choose another --output-prefix", .path.display())]
+    NotOurs {
+        /// The staging folder.
+        path: PathBuf,
+    },
+    /// A sequence has more tokens than the index can say.
+    #[error("a sequence of {tokens} tokens is longer than the {} that an .idx can hold; split the document", i32::MAX)]
+    SequenceTooLong {
+        /// Its tokens.
+        tokens: usize,
+    },
+    /// An id does not fit the type of the file.
+    #[error("token id {id} does not fit {dtype}; the tokenizer gives ids above its own vocabulary size")]
+    IdTooLarge {
+        /// The id.
+        id: u32,
+        /// Type of the file.
+        dtype: TokenDtype,
+    },
+}
+
+pub(crate) fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> WriteError {
+    let path = path.to_owned();
+    move |source| WriteError::Io { path, action, source }
+}
+
+/// Folder beside the output in which a job keeps everything that is not complete. Removed when dropped, unless it is kept for
+/// a later job that goes on.
+///
+/// It holds a lock file, so that two jobs on one output cannot mix; the system frees the lock of a killed job.
+#[derive(Debug)]
+pub struct StagingFolder {
+    path: PathBuf,
+    lock_path: PathBuf,
+    keep: bool,
+    _lock: File,
+}
+
+impl StagingFolder {
+    /// Makes and locks `PREFIX.partial`, and empties what a killed job left there.
+    ///
+    /// # Errors
+    /// As `open`.
+    pub fn create(prefix: &Path) -> Result<Self, WriteError> {
+        let staging = Self::open(prefix)?;
+        staging.clear()?;
+        Ok(staging)
+    }
+
+    /// Makes and locks `PREFIX.partial`; what a killed job left there stays.
+    ///
+    /// # Errors
+    /// [`WriteError::Busy`] if another job holds it, [`WriteError::NotOurs`] if it is something else, [`WriteError::Io`]
+    /// if the folder of the output cannot be written.
+    pub fn open(prefix: &Path) -> Result<Self, WriteError> {
+        let mut name = prefix.as_os_str().to_owned();
+        name.push(".partial");
+        let path = PathBuf::from(name);
+        if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+            fs::create_dir_all(parent).map_err(io_error(parent, "make the folder of the output"))?;
+        }
+        let lock_path = path.join("lock");
+        match fs::create_dir(&path) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                let is_empty = fs::read_dir(&path).is_ok_and(|mut entries| entries.next().is_none());
+                if !lock_path.is_file() && !is_empty {
+                    return Err(WriteError::NotOurs { path });
+                }
+            }
+            Err(source) => return Err(io_error(&path, "write the output's folder")(source)),
+        }
+        let lock = File::create(&lock_path).map_err(io_error(&lock_path, "make the lock"))?;
+        rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive).map_err(|error| {
+            if error == rustix::io::Errno::WOULDBLOCK {
+                WriteError::Busy { path: path.clone() }
+            } else {
+                io_error(&lock_path, "lock")(error.into())
+            }
+        })?;
+        Ok(Self { path, lock_path, keep: false, _lock: lock })
+    }
+
+    /// Removes everything but the lock.
+    ///
+    /// # Errors
+    /// [`WriteError::Io`].
+    pub fn clear(&self) -> Result<(), WriteError> {
+        for entry in fs::read_dir(&self.path).map_err(io_error(&self.path, "list"))? {
+            let left_over = entry.map_err(io_error(&self.path, "list"))?.path();
+            if left_over != self.lock_path {
+                fs::remove_file(&left_over).map_err(io_error(&left_over, "remove what a killed job left"))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the folder outlives this value, so that a later job can go on.
+    pub fn set_keep(&mut self, keep: bool) {
+        self.keep = keep;
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for StagingFolder {
+    fn drop(&mut self) {
+        if !self.keep {
+            // What cannot be removed is emptied by the next job with this output.
+            let _ = fs::remove_dir_all(&self.path);
+        }
+    }
+}
+
+/// Renames a durable file, then makes the new name durable.
+///
+/// # Errors
+/// [`WriteError::Io`].
+pub fn publish_file(from: &Path, to: &Path) -> Result<(), WriteError> {
+    fs::rename(from, to).map_err(io_error(to, "give the file its final name"))?;
+    let folder = to.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(io_error(folder, "make durable"))
+}
+
+pub(crate) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    PathBuf::from(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_staging_folder_is_locked_cleaned_and_never_taken_from_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let prefix = folder.path().join("set");
+        let staging = StagingFolder::create(&prefix).unwrap();
+        assert!(matches!(StagingFolder::create(&prefix), Err(WriteError::Busy { .. })));
+        fs::write(staging.path().join("left.bin"), b"x").unwrap();
+        let path = staging.path().to_owned();
+        std::mem::forget(staging); // as after a kill, but that this process still holds the lock
+        assert!(matches!(StagingFolder::create(&prefix), Err(WriteError::Busy { .. })));
+        fs::remove_file(path.join("lock")).unwrap();
+        assert!(matches!(StagingFolder::create(&prefix), Err(WriteError::NotOurs { .. })));
+        fs::write(path.join("lock"), b"").unwrap();
+        let staging = StagingFolder::create(&prefix).unwrap();
+        assert_eq!(fs::read_dir(staging.path()).unwrap().count(), 1);
+        drop(staging);
+        assert!(!path.exists());
+    }
+}
