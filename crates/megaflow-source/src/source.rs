@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, Read};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -114,6 +115,14 @@ impl Source {
         }
     }
 
+    /// An error met while the first bytes were read: the system's, or the data's.
+    fn fault_at_start(&self, error: io::Error) -> SourceError {
+        match SourceError::of_read(&self.name, 0, error) {
+            SourceError::Io { source, .. } => self.io(0, source),
+            damaged => damaged,
+        }
+    }
+
     /// Places at which the input can be cut for several jobs, with the share of bytes up to each: multiples of `step` bytes of
     /// uncompressed text, row groups of Parquet (as row numbers). Empty if it can only be read whole.
     ///
@@ -183,6 +192,112 @@ enum Inner {
     Document { path: PathBuf, decoded: Decoded, head: Vec<u8>, done: bool },
 }
 
+/// The bytes of an input as they lie in it, and the first of them.
+struct Raw {
+    head: Vec<u8>,
+    access: Option<Arc<dyn RandomAccess>>,
+    stream: Option<Box<dyn Read + Send>>,
+}
+
+impl Raw {
+    fn of_access(access: Arc<dyn RandomAccess>) -> io::Result<Self> {
+        Ok(Self { head: head_of(access.as_ref())?, access: Some(access), stream: None })
+    }
+
+    fn of_stream(mut stream: Box<dyn Read + Send>) -> io::Result<Self> {
+        let mut head = Vec::new();
+        Read::by_ref(&mut stream).take(HEAD_BYTES).read_to_end(&mut head)?;
+        Ok(Self { head, access: None, stream: Some(stream) })
+    }
+
+    /// Reads from where `start` says, and hashes on the way.
+    fn reader(self, start: &Start, resume: Option<&Resume>, range: &Range<u64>) -> io::Result<HashingReader> {
+        let Some(access) = self.access else {
+            let rest = self.stream.unwrap_or_else(|| Box::new(io::empty()));
+            return Ok(HashingReader::stream(Box::new(io::Cursor::new(self.head).chain(rest))));
+        };
+        match resume {
+            _ if !start.is_plain => HashingReader::new(access, 0, 0..u64::MAX, &[]),
+            Some(resume) => HashingReader::new(access, start.read_from, range.clone(), &resume.content.xxh3_64),
+            None => {
+                let from = start.read_from.min(access.size_bytes()); // a range may begin behind the end
+                HashingReader::new(access, from, range.clone(), &[])
+            }
+        }
+    }
+}
+
+/// Where reading begins. Plain text can go on, or begin, anywhere; everything else is unpacked from its start.
+struct Start {
+    is_plain: bool,
+    /// First byte that is wanted.
+    offset: u64,
+    /// First byte that is read: one earlier in a range, which tells whether a line begins exactly at its start.
+    read_from: u64,
+}
+
+impl Start {
+    fn new(raw: &Raw, options: &ReadOptions, resume: Option<&Resume>, range: &Range<u64>) -> Self {
+        let is_plain = is_plain_text(&raw.head) && options.format.is_none_or(Format::has_lines);
+        let offset = match resume {
+            _ if !is_plain => 0,
+            Some(resume) => resume.position.offset,
+            None => range.start,
+        };
+        let read_from = if resume.is_none() { offset.saturating_sub(1) } else { offset };
+        Self { is_plain, offset, read_from }
+    }
+}
+
+/// The unpacked bytes of an input; `head` was read of them already.
+struct Unpacked {
+    decoded: Decoded,
+    head: Vec<u8>,
+    /// For tables: the file, if it is not compressed.
+    access: Option<Arc<dyn RandomAccess>>,
+}
+
+impl Inner {
+    fn open(
+        source: &Source,
+        options: &ReadOptions,
+        resume: Option<&Resume>,
+        range: Range<u64>,
+        format: Format,
+        start: &Start,
+        unpacked: Unpacked,
+    ) -> Result<Self, SourceError> {
+        let (path, keys, block_bytes) = (source.name.clone(), Arc::clone(&options.keys), options.block_bytes);
+        let done_rows = resume.map_or(0, |resume| resume.position.record - 1);
+        let Unpacked { mut decoded, mut head, access } = unpacked;
+        let seekable = || access.ok_or_else(|| SourceError::NotSeekable { path: path.clone(), format: format.name() });
+        Ok(match format {
+            Format::Parquet => {
+                let rows = done_rows.max(range.start)..range.end;
+                Self::Rows(RowReader::parquet(path.clone(), seekable()?, keys, block_bytes, rows)?)
+            }
+            Format::ArrowFile => {
+                Self::Rows(RowReader::arrow_file(path.clone(), seekable()?, keys, block_bytes, done_rows)?)
+            }
+            Format::ArrowStream => {
+                Self::Rows(RowReader::arrow_stream(path, head, decoded, keys, block_bytes, done_rows)?)
+            }
+            Format::Text => Self::Document { path, decoded, head, done: done_rows > 0 },
+            Format::JsonLines | Format::TextLines => {
+                let begin = Position { offset: start.read_from, record: 1, counted_from: range.start };
+                let position = resume.map_or(begin, |resume| resume.position);
+                if !start.is_plain && position.offset > 0 {
+                    let passed = pass_over(&mut decoded, &mut head, position.offset);
+                    passed.map_err(|error| source.fault_at_start(error))?;
+                }
+                let skip_first_line = resume.is_none() && start.read_from < start.offset;
+                let range = LineRange { position, end: range.end, skip_first_line };
+                Self::Lines(LineReader::new(path, format, decoded, head, range, block_bytes)?)
+            }
+        })
+    }
+}
+
 impl SourceReader {
     /// Opens an input at its start, or behind what an interrupted job has done.
     ///
@@ -203,100 +318,32 @@ impl SourceReader {
         source: &Source,
         options: &ReadOptions,
         resume: Option<&Resume>,
-        range: std::ops::Range<u64>,
+        range: Range<u64>,
     ) -> Result<Self, SourceError> {
-        let path = source.name.clone();
-        let skip_rows = resume.map_or(0, |resume| resume.position.record - 1);
-        let (access, stream) = match source.open_bytes()? {
+        let raw = match source.open_bytes()? {
             Opened::Batches(reader) => {
-                let rows = RowReader::batches(path, reader, Arc::clone(&options.keys), options.block_bytes)?;
+                let keys = Arc::clone(&options.keys);
+                let rows = RowReader::batches(source.name.clone(), reader, keys, options.block_bytes)?;
                 return Ok(Self { inner: Inner::Rows(rows), format: Format::ArrowStream, warning: None });
             }
-            Opened::Access(access) => (Some(access), None),
-            Opened::Stream(stream) => (None, Some(stream)),
+            Opened::Access(access) => Raw::of_access(access),
+            Opened::Stream(stream) => Raw::of_stream(stream),
         };
-        let head = match (&access, stream) {
-            (Some(access), _) => (head_of(access.as_ref()).map_err(|source_| source.io(0, source_))?, None),
-            (None, Some(mut stream)) => {
-                let mut head = Vec::new();
-                let read = Read::by_ref(&mut stream).take(HEAD_BYTES).read_to_end(&mut head);
-                read.map_err(|source_| source.io(0, source_))?;
-                (head, Some(stream))
-            }
-            (None, None) => (Vec::new(), None),
-        };
-        let (raw_head, stream) = head;
-        let compression = Compression::of(&raw_head);
-        let io_at_start = |error: io::Error| match SourceError::of_read(&path, 0, error) {
-            SourceError::Io { source: error, .. } => source.io(0, error),
-            damaged => damaged,
-        };
-        // Plain text can go on, or begin, anywhere; everything else is unpacked from its start.
-        let is_plain = is_plain_text(&raw_head) && options.format.is_none_or(Format::has_lines);
-        let begin = match resume {
-            Some(resume) if is_plain => resume.position.offset,
-            _ => range.start.min(if is_plain { u64::MAX } else { 0 }),
-        };
-        let known = resume.filter(|_| is_plain).map_or(&[][..], |resume| &resume.content.xxh3_64);
-        // One byte earlier tells whether a line begins exactly at the start of the range.
-        let read_from = if resume.is_none() && begin > 0 { begin - 1 } else { begin };
-        let raw = match (&access, stream) {
-            (Some(access), _) => {
-                let from = match resume {
-                    _ if !is_plain => 0,
-                    Some(_) => read_from,
-                    None => read_from.min(access.size_bytes()), // a range may begin behind the end
-                };
-                let hashed = if is_plain { range.clone() } else { 0..u64::MAX };
-                HashingReader::new(Arc::clone(access), from, hashed, known).map_err(io_at_start)?
-            }
-            (None, stream) => {
-                let rest = stream.unwrap_or_else(|| Box::new(io::empty()));
-                HashingReader::stream(Box::new(io::Cursor::new(raw_head).chain(rest)))
-            }
-        };
-        let mut decoded = Decoded::new(compression, raw).map_err(io_at_start)?;
+        let raw = raw.map_err(|error| source.io(0, error))?;
+        let compression = Compression::of(&raw.head);
+        let start = Start::new(&raw, options, resume, &range);
+        let access = raw.access.clone().filter(|_| compression == Compression::None);
+        let opened = raw.reader(&start, resume, &range).and_then(|bytes| Decoded::new(compression, bytes));
+        let mut decoded = opened.map_err(|error| source.fault_at_start(error))?;
         let mut head = Vec::new();
-        if begin == 0 {
+        if start.offset == 0 {
             let read = Read::by_ref(&mut decoded).take(HEAD_BYTES).read_to_end(&mut head);
-            read.map_err(io_at_start)?;
+            read.map_err(|error| source.fault_at_start(error))?;
         }
-        let container = if begin == 0 { container_of(&head) } else { None };
-        let format = options.format.or(container).unwrap_or_default();
-        let warning = name_warning(&path, compression, format);
-        let keys = Arc::clone(&options.keys);
-        let block_bytes = options.block_bytes;
-        let seekable = || match access.clone() {
-            Some(access) if compression == Compression::None => Ok(access),
-            _ => Err(SourceError::NotSeekable { path: path.clone(), format: format.name() }),
-        };
-        let inner = match format {
-            Format::Parquet => {
-                let rows = skip_rows.max(range.start)..range.end;
-                Inner::Rows(RowReader::parquet(path.clone(), seekable()?, keys, block_bytes, rows)?)
-            }
-            Format::ArrowFile => {
-                Inner::Rows(RowReader::arrow_file(path.clone(), seekable()?, keys, block_bytes, skip_rows)?)
-            }
-            Format::ArrowStream => {
-                Inner::Rows(RowReader::arrow_stream(path.clone(), head, decoded, keys, block_bytes, skip_rows)?)
-            }
-            Format::Text => {
-                Inner::Document { path, decoded, head, done: resume.is_some_and(|r| r.position.record > 1) }
-            }
-            Format::JsonLines | Format::TextLines => {
-                let position = match resume {
-                    Some(resume) => resume.position,
-                    None => Position { offset: read_from, record: 1, counted_from: range.start },
-                };
-                if !is_plain && position.offset > 0 {
-                    pass_over(&mut decoded, &mut head, position.offset).map_err(io_at_start)?;
-                }
-                let range =
-                    LineRange { position, end: range.end, skip_first_line: resume.is_none() && read_from < begin };
-                Inner::Lines(LineReader::new(path, format, decoded, head, range, block_bytes)?)
-            }
-        };
+        let format = options.format.or(container_of(&head)).unwrap_or_default();
+        let warning = name_warning(&source.name, compression, format);
+        let unpacked = Unpacked { decoded, head, access };
+        let inner = Inner::open(source, options, resume, range, format, &start, unpacked)?;
         Ok(Self { inner, format, warning })
     }
 
