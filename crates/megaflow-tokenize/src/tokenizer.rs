@@ -21,6 +21,12 @@ pub enum EngineKind {
     SentencePieceBpe,
     /// SentencePiece unigram, from a `.model`.
     SentencePieceUnigram,
+    /// SentencePiece BPE with pieces that may not appear, from a `.model`.
+    SentencePieceBpeStepwise,
+    /// SentencePiece words, from a `.model`.
+    SentencePieceWord,
+    /// SentencePiece characters, from a `.model`.
+    SentencePieceChar,
     /// The `tokenizers` crate.
     HuggingFace,
 }
@@ -33,6 +39,9 @@ impl EngineKind {
             Self::ByteLevelBpeRegex => "megaflow-byte-level-bpe-regex",
             Self::SentencePieceBpe => "megaflow-sentencepiece-bpe",
             Self::SentencePieceUnigram => "megaflow-sentencepiece-unigram",
+            Self::SentencePieceBpeStepwise => "megaflow-sentencepiece-bpe-stepwise",
+            Self::SentencePieceWord => "megaflow-sentencepiece-word",
+            Self::SentencePieceChar => "megaflow-sentencepiece-char",
             Self::HuggingFace => "huggingface-tokenizers",
         }
     }

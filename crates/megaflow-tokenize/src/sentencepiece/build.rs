@@ -1,6 +1,6 @@
 //! Which descriptions are SentencePiece models, and the engine for each.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::OnceLock;
 
 use serde_json::{Value, json};
@@ -9,16 +9,17 @@ use sha2::{Digest, Sha256};
 use super::engine::{Algorithm, Joints, SentencePiece, Shared, TextOf, UserDefined};
 use super::normalize::{MARK, ModelNormalizer, Prepend, SpNormalizer};
 use super::proto::{Model, ModelKind, PieceKind};
+use super::stepwise::Stepwise;
 use super::unigram::Unigram;
 use crate::added::AddedTokens;
 use crate::bpe::{Merge, Tables, Unknown, VocabSource};
 use crate::normalize::Normalizer;
 use crate::post::Surround;
 use crate::spec::{ModelSpec, VocabSpec};
-use crate::{AddedTokenSpec, TokenizeError, TokenizerSpec};
+use crate::{AddedTokenSpec, EngineKind, TokenizeError, TokenizerSpec};
 
 /// Bytes of a piece, with blanks for marks.
-fn bytes_of(piece: &str) -> Vec<u8> {
+pub(super) fn bytes_of(piece: &str) -> Vec<u8> {
     piece.replace(MARK, " ").into_bytes()
 }
 
@@ -76,24 +77,25 @@ impl SentencePiece {
         } else {
             Unknown::Token { id: unknown_id, fused: true }
         };
-        if model.pieces.iter().any(|piece| piece.kind == PieceKind::Unused) {
-            return Err(TokenizeError::invalid("SentencePiece model: it has unused pieces, which are not handled"));
-        }
         let fused = (!model.byte_fallback).then_some(unknown_id);
-        let mut user_defined = None;
+        let own = (0..).zip(&model.pieces).filter(|(_, piece)| piece.kind == PieceKind::UserDefined);
+        // A blank cannot be met: in normalised text it is a mark.
+        let own = own.filter(|(_, piece)| !piece.text.is_empty() && !piece.text.contains(' '));
+        let own = own.map(|(id, _)| (texts[id as usize].clone(), id));
+        let user_defined = UserDefined::new(&own.collect::<Vec<_>>())?;
+        let stepwise = |kind, unknown| -> Result<_, TokenizeError> {
+            let model = Box::new(Stepwise::new(&model, unknown_id)?);
+            Ok(Algorithm::Stepwise { model, unknown, unknown_id, kind })
+        };
         let algorithm = match model.kind {
             ModelKind::Unigram => {
                 let unigram = Unigram::new(&model, &texts, unknown_id)?;
                 Algorithm::Unigram { model: Box::new(unigram), unknown, unknown_id }
             }
+            ModelKind::Word => stepwise(EngineKind::SentencePieceWord, unknown)?,
+            ModelKind::Char => stepwise(EngineKind::SentencePieceChar, unknown)?,
+            ModelKind::Bpe if !is_plain(&model) => stepwise(EngineKind::SentencePieceBpeStepwise, unknown)?,
             ModelKind::Bpe => {
-                let own = model
-                    .pieces
-                    .iter()
-                    .zip(&texts)
-                    .zip(0..)
-                    .filter(|((piece, text), _)| piece.kind == PieceKind::UserDefined && !text.is_empty());
-                user_defined = UserDefined::new(&own.map(|((_, text), id)| (text.clone(), id)).collect::<Vec<_>>())?;
                 let source = model_source(&model, &texts, unknown);
                 let tables = Tables::build(&source)?;
                 let joints = Joints::new(&tables, &source, false);
@@ -114,6 +116,19 @@ impl SentencePiece {
         };
         Ok((spec, Self::new(shared)))
     }
+}
+
+/// Whether the fast engine covers a BPE model: every piece that merges may appear, each of its characters is a piece itself
+/// (to SentencePiece, characters merge in any case), and an unknown mark is one id.
+fn is_plain(model: &Model) -> bool {
+    let of_kind = |kind| model.pieces.iter().filter(move |piece| piece.kind == kind).map(|piece| piece.text.as_str());
+    let known = of_kind(PieceKind::Normal).chain(of_kind(PieceKind::UserDefined));
+    let characters: HashSet<&str> = known.filter(|text| is_one_char(text.as_bytes())).collect();
+    let mut buffer = [0; 4];
+    (characters.contains(MARK) || !model.byte_fallback)
+        && of_kind(PieceKind::Unused).next().is_none()
+        && of_kind(PieceKind::Normal)
+            .all(|text| text.chars().all(|letter| characters.contains(&*letter.encode_utf8(&mut buffer))))
 }
 
 /// Where a `tokenizer.json` puts a blank, and whether it cuts before each; `None` for rules that are not known.
@@ -212,7 +227,8 @@ fn json_source(spec: &TokenizerSpec) -> Option<(VocabSource, Option<u32>)> {
 /// The vocabulary of a BPE `.model`: two pieces merge if their texts together are a piece, those of the highest score
 /// first.
 fn model_source(model: &Model, texts: &[Vec<u8>], unknown: Unknown) -> VocabSource {
-    let normal = || (0u32..).zip(&model.pieces).filter(|(_, piece)| piece.kind == PieceKind::Normal);
+    let can_match = |piece: &super::proto::Piece| piece.kind == PieceKind::Normal && !piece.text.contains(' ');
+    let normal = || (0u32..).zip(&model.pieces).filter(|(_, piece)| can_match(piece));
     let id_of: HashMap<&[u8], u32> = normal().map(|(id, _)| (texts[id as usize].as_slice(), id)).collect();
     let mut by_score: Vec<u32> = normal().map(|(id, _)| id).collect();
     let score = |id: u32| model.pieces[id as usize].score;
@@ -259,7 +275,13 @@ fn model_spec(model: &Model) -> TokenizerSpec {
         post_processor: Value::Null,
         decoder: Value::Null,
         model: ModelSpec {
-            kind: if model.kind == ModelKind::Bpe { "BPE" } else { "Unigram" }.to_owned(),
+            kind: match model.kind {
+                ModelKind::Unigram => "Unigram",
+                ModelKind::Bpe => "BPE",
+                ModelKind::Word => "Word",
+                ModelKind::Char => "Char",
+            }
+            .to_owned(),
             vocab: VocabSpec::Scores(model.pieces.iter().map(|p| (p.text.clone(), f64::from(p.score))).collect()),
             merges: Vec::new(),
             settings: settings.as_object().cloned().unwrap_or_default(),

@@ -2,9 +2,10 @@
 
 use std::sync::{Arc, OnceLock};
 
-use aho_corasick::{AhoCorasick, MatchKind};
+use aho_corasick::{AhoCorasick, Input, MatchKind};
 
-use super::normalize::SpNormalizer;
+use super::normalize::{MARK, SpNormalizer};
+use super::stepwise::Stepwise;
 use super::unigram::{Unigram, UnigramScratch};
 use crate::added::{AddedTokens, Piece};
 use crate::bpe::{Tables, TokenId, Unknown, VocabSource, WordEncoder};
@@ -20,6 +21,7 @@ const BATCH: usize = 4096;
 pub(crate) enum Algorithm {
     Bpe { tables: Box<Tables>, joints: Joints },
     Unigram { model: Box<Unigram>, unknown: Unknown, unknown_id: u32 },
+    Stepwise { model: Box<Stepwise>, unknown: Unknown, unknown_id: u32, kind: EngineKind },
 }
 
 /// Pairs of bytes between which no token ever spans: there a text may be cut into words.
@@ -92,6 +94,16 @@ impl UserDefined {
         let automaton = automaton.map_err(|error| TokenizeError::invalid(format!("user-defined pieces: {error}")))?;
         Ok(Some(Self { automaton, ids: pieces.iter().map(|&(_, id)| id).collect() }))
     }
+
+    /// Where the next piece begins and ends, from a place on.
+    pub(crate) fn next(&self, text: &[u8], from: usize) -> Option<(usize, usize)> {
+        self.automaton.find(Input::new(text).range(from..)).map(|found| (found.start(), found.end()))
+    }
+
+    /// Where pieces begin and end.
+    pub(crate) fn find(&self, text: &[u8]) -> Vec<(usize, usize)> {
+        self.automaton.find_iter(text).map(|found| (found.start(), found.end())).collect()
+    }
 }
 
 /// The engine of SentencePiece models.
@@ -110,6 +122,7 @@ impl Engine for SentencePiece {
         match self.shared.algorithm {
             Algorithm::Bpe { .. } => EngineKind::SentencePieceBpe,
             Algorithm::Unigram { .. } => EngineKind::SentencePieceUnigram,
+            Algorithm::Stepwise { kind, .. } => kind,
         }
     }
 
@@ -200,12 +213,11 @@ impl State {
         let normal = shared.normalizer.apply(text, is_first);
         match &shared.algorithm {
             Algorithm::Unigram { model, unknown, unknown_id } => {
-                model.encode(&normal, &mut self.unigram, |id, piece| match unknown {
-                    Unknown::Bytes(ids) if id == *unknown_id => {
-                        out.extend(piece.iter().map(|&byte| T::from_id(ids[usize::from(byte)])));
-                    }
-                    _ => out.push(T::from_id(id)),
-                });
+                model.encode(&normal, &mut self.unigram, |id, piece| push(id, piece, unknown, *unknown_id, out));
+            }
+            Algorithm::Stepwise { model, unknown, unknown_id, .. } => {
+                let pieces = shared.user_defined.as_ref();
+                model.encode(&normal, pieces, |id, piece| push(id, piece, unknown, *unknown_id, out));
             }
             Algorithm::Bpe { tables, joints } => {
                 let mut done = 0;
@@ -258,6 +270,20 @@ impl State {
             rest = &rest[self.ends.last().map_or(rest.len(), |&end| end as usize)..];
         }
         Ok(())
+    }
+}
+
+/// Appends a piece; an unknown one as the bytes of its text if there are ids for these.
+fn push<T: TokenId>(id: u32, piece: &[u8], unknown: &Unknown, unknown_id: u32, out: &mut Vec<T>) {
+    match unknown {
+        Unknown::Bytes(ids) if id == unknown_id => {
+            for &byte in piece {
+                // The mark is a blank here and three bytes in the model.
+                let mark = if byte == b' ' { MARK.as_bytes() } else { std::slice::from_ref(&byte) };
+                out.extend(mark.iter().map(|&byte| T::from_id(ids[usize::from(byte)])));
+            }
+        }
+        _ => out.push(T::from_id(id)),
     }
 }
 

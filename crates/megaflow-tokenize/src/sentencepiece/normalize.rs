@@ -2,7 +2,8 @@
 
 use std::borrow::Cow;
 
-use super::proto::Model;
+use super::engine::UserDefined;
+use super::proto::{Model, PieceKind};
 use crate::TokenizeError;
 
 /// The character that stands for a blank in pieces.
@@ -69,6 +70,8 @@ pub(crate) struct ModelNormalizer {
     add_dummy_prefix: bool,
     remove_extra_whitespaces: bool,
     space_is_suffix: bool,
+    /// User-defined pieces: they stay as they are.
+    kept: Option<UserDefined>,
 }
 
 impl ModelNormalizer {
@@ -77,11 +80,14 @@ impl ModelNormalizer {
         if !model.escape_whitespaces {
             return Err(TokenizeError::invalid("SentencePiece model: escape_whitespaces is off, which is not handled"));
         }
+        let own = (0..).zip(&model.pieces);
+        let own = own.filter(|(_, piece)| piece.kind == PieceKind::UserDefined && !piece.text.is_empty());
         Ok(Self {
             map: if model.charsmap.is_empty() { None } else { Some(CharsMap::read(&model.charsmap)?) },
             add_dummy_prefix: model.add_dummy_prefix,
             remove_extra_whitespaces: model.remove_extra_whitespaces,
             space_is_suffix: model.space_is_suffix,
+            kept: UserDefined::new(&own.map(|(id, piece)| (piece.text.clone().into_bytes(), id)).collect::<Vec<_>>())?,
         })
     }
 
@@ -89,9 +95,10 @@ impl ModelNormalizer {
     fn apply(&self, text: &str) -> Vec<u8> {
         let mut out = Vec::with_capacity(text.len() + 1);
         let mut rest = text;
+        let mut kept = Kept { pieces: self.kept.as_ref(), text, next: (0, 0) };
         if self.remove_extra_whitespaces {
             while !rest.is_empty() {
-                let (normal, len) = self.first(rest);
+                let (normal, len) = self.first(rest, &mut kept);
                 if normal != " " {
                     break;
                 }
@@ -110,7 +117,7 @@ impl ModelNormalizer {
         }
         let mut after_blank = self.remove_extra_whitespaces;
         while !rest.is_empty() {
-            let (mut normal, len) = self.first(rest);
+            let (mut normal, len) = self.first(rest, &mut kept);
             while after_blank && normal.starts_with(' ') {
                 normal = &normal[1..];
             }
@@ -136,12 +143,35 @@ impl ModelNormalizer {
 
     /// What the beginning of a text becomes, and how long that beginning is.
     #[inline]
-    fn first<'a>(&'a self, text: &'a str) -> (&'a str, usize) {
+    fn first<'a>(&'a self, text: &'a str, kept: &mut Kept<'_>) -> (&'a str, usize) {
+        if let Some(len) = kept.len_at(text.len()) {
+            return (&text[..len], len);
+        }
         if let Some(found) = self.map.as_ref().and_then(|map| map.longest(text.as_bytes())) {
             return found;
         }
         let len = text.chars().next().map_or(0, char::len_utf8);
         (&text[..len], len)
+    }
+}
+
+/// The user-defined pieces of a text, asked for from left to right.
+struct Kept<'a> {
+    pieces: Option<&'a UserDefined>,
+    text: &'a str,
+    /// Where the next one begins and ends.
+    next: (usize, usize),
+}
+
+impl Kept<'_> {
+    /// Length of the longest piece that begins where `rest` bytes of the text are left.
+    #[inline]
+    fn len_at(&mut self, rest: usize) -> Option<usize> {
+        let (pieces, at) = (self.pieces?, self.text.len() - rest);
+        if self.next.0 < at || self.next.1 == 0 {
+            self.next = pieces.next(self.text.as_bytes(), at).unwrap_or((usize::MAX, usize::MAX));
+        }
+        (self.next.0 == at).then(|| self.next.1 - at)
     }
 }
 

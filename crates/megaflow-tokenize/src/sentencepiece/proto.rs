@@ -28,6 +28,8 @@ pub(crate) struct Piece {
 pub(crate) enum ModelKind {
     Unigram,
     Bpe,
+    Word,
+    Char,
 }
 
 /// A model file.
@@ -139,10 +141,12 @@ impl Model {
             match (field, value) {
                 (3, Value::Number(1)) => self.kind = ModelKind::Unigram,
                 (3, Value::Number(2)) => self.kind = ModelKind::Bpe,
-                (3, Value::Number(_)) => {
-                    return Err(TokenizeError::invalid(
-                        "SentencePiece model: of kind WORD or CHAR, which is not handled",
-                    ));
+                (3, Value::Number(3)) => self.kind = ModelKind::Word,
+                (3, Value::Number(4)) => self.kind = ModelKind::Char,
+                (3, Value::Number(kind)) => {
+                    return Err(TokenizeError::invalid(format!(
+                        "SentencePiece model: of kind {kind}, expected 1 to 4"
+                    )));
                 }
                 (24, Value::Number(value)) => self.space_is_suffix = value != 0,
                 (35, Value::Number(value)) => self.byte_fallback = value != 0,

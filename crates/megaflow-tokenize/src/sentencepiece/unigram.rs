@@ -1,8 +1,9 @@
 //! SentencePiece's unigram model: the likeliest row of pieces, by dynamic programming over the whole text.
 //!
-//! Follows `unigram::Model::EncodeOptimized` in all that decides ids: scores are added up in 32-bit floats from the start
-//! of the text, and of equal rows the one that was found first wins. (Words are therefore not cached: a sum that begins in
-//! another place rounds in another way.)
+//! Follows `unigram::Model::EncodeOptimized` of SentencePiece 0.2.3 in all that decides ids: scores are added up in 32-bit
+//! floats from the start of the text; where a sum has passed 100,000, what it is there is taken off all sums that are still
+//! open, which makes later roundings finer; of equal rows the one that was found first wins. Words are therefore not
+//! cached: a sum that begins in another place rounds in another way.
 
 use super::proto::{Model, PieceKind};
 use crate::TokenizeError;
@@ -26,6 +27,9 @@ struct Best {
 
 const NOWHERE: u32 = u32::MAX;
 
+/// A sum beyond this, either way, starts again from nothing.
+const RESET: f32 = 100_000.0;
+
 /// Memory that encoding reuses.
 #[derive(Default)]
 pub(crate) struct UnigramScratch {
@@ -40,7 +44,7 @@ impl Unigram {
         let kinds = [PieceKind::Normal, PieceKind::UserDefined];
         let mut entries: Vec<(&[u8], u32)> = Vec::new();
         for (id, piece) in (0..).zip(&model.pieces) {
-            if kinds.contains(&piece.kind) {
+            if kinds.contains(&piece.kind) && !piece.text.contains(' ') {
                 entries.push((&texts[id as usize], id));
             }
         }
@@ -51,9 +55,10 @@ impl Unigram {
             return Err(TokenizeError::invalid("SentencePiece model: two pieces have the same text, or one has none"));
         }
         let normal = || model.pieces.iter().filter(|piece| piece.kind == PieceKind::Normal).map(|piece| piece.score);
-        let (lowest, highest) = (normal().fold(f32::MAX, f32::min), normal().fold(f32::MIN, f32::max));
+        // The highest score starts from the smallest positive number, as it does there: below zero it does not count.
+        let lowest = normal().fold(f32::MAX, f32::min);
         let score = |piece: &super::proto::Piece| match piece.kind {
-            PieceKind::UserDefined => piece.text.len() as f32 * highest - 0.1,
+            PieceKind::UserDefined => (0.1 * (piece.text.len() as f64 - 1.0)) as f32,
             _ => piece.score,
         };
         Ok(Self {
@@ -70,13 +75,18 @@ impl Unigram {
         let UnigramScratch { best, row } = scratch;
         best.clear();
         best.resize(text.len() + 1, Best { id: 0, score: 0.0, start: NOWHERE });
-        let mut at = 0;
+        let (mut at, mut furthest) = (0, 0);
         while at < text.len() {
+            if best[at].score.abs() > RESET {
+                let offset = best[at].score;
+                best[at..=furthest].iter_mut().for_each(|place| place.score -= offset);
+            }
             let so_far = best[at].score;
             let char_len =
                 (1 + text[at + 1..].iter().take_while(|&&byte| byte & 0xC0 == 0x80).count()).min(text.len() - at);
             let mut has_single = false;
             let mut offer = |end: usize, id: u32, score: f32| {
+                furthest = furthest.max(end);
                 let place = &mut best[end];
                 if place.start == NOWHERE || score > place.score {
                     *place = Best { id, score, start: at as u32 };
