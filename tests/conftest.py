@@ -27,11 +27,24 @@ def shared() -> Path:
     return folder
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where the tokenizers are that tools/fetch_tokenizers.py fetched."""
+    parser.addoption("--tokenizers", type=Path, default=ROOT / ".tokenizers", help="folder of fetched tokenizers")
+
+
+@pytest.fixture(scope="session")
+def fetched_tokenizers(request: pytest.FixtureRequest) -> Path:
+    """Folder of fetched tokenizers; it need not be there."""
+    folder: Path = request.config.getoption("--tokenizers")
+    return folder
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Says which tests this run leaves out, and where the shared data is."""
     expression = config.getoption("markexpr")
     folder = shared_folder()
+    others = "slow: `make test-all`; bench: `make bench`; gpu: `-m gpu`; tokenizers: `-m tokenizers`"
     return [
-        f"selected: {expression or 'everything'} (slow: `make test-all`; bench: `make bench`; gpu: `-m gpu`)",
+        f"selected: {expression or 'everything'} ({others})",
         f"shared test data: {folder if folder.is_dir() else 'none, tests that need it are skipped'}",
     ]

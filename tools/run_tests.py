@@ -22,7 +22,7 @@ def pytest_command(environment: Environment, *, slow: bool, words: list[str]) ->
     """Pytest with the marker expression of this run."""
     expression: list[str] = []
     if slow:
-        expression = ["-m", "not bench" if shutil.which("nvidia-smi") else "not gpu and not bench"]
+        expression = ["-m", "not bench and not tokenizers" + ("" if shutil.which("nvidia-smi") else " and not gpu")]
     return [str(environment.python), "-m", "pytest", *expression, *words]
 
 

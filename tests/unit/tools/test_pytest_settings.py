@@ -38,13 +38,14 @@ def test_refused(tmp_path: Path, code: str, says: str):
     assert says in done.stdout + done.stderr
 
 
-def test_slow_gpu_and_bench_are_left_out_and_the_header_says_so(tmp_path: Path):
+def test_slow_gpu_bench_and_tokenizers_are_left_out_and_the_header_says_so(tmp_path: Path):
     code = "import pytest\ndef test_kept(): pass\n" + "".join(
-        f"@pytest.mark.{mark}\ndef test_{mark}(): pass\n" for mark in ("slow", "gpu", "bench", "dist", "golden")
+        f"@pytest.mark.{mark}\ndef test_{mark}(): pass\n"
+        for mark in ("slow", "gpu", "bench", "tokenizers", "dist", "golden")
     )
     done = run_pytest(tmp_path, code)
-    assert "3 passed, 3 deselected" in done.stdout
-    assert "selected: not slow and not gpu and not bench" in done.stdout
+    assert "3 passed, 4 deselected" in done.stdout
+    assert "selected: not slow and not gpu and not bench and not tokenizers" in done.stdout
 
 
 def test_a_test_that_hangs_is_stopped(tmp_path: Path):
