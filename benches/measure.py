@@ -57,14 +57,15 @@ def compare(title: str, unit: str, amount: float, sides: Mapping[str, Callable[[
     for name, row in rows.items():
         speeds = f"{amount / row.wall_s:14.4g} {amount / row.cpu_s:14.4g}"
         print(f"{name:32} {speeds} {rival.wall_s / row.wall_s:13.2f} {rival.cpu_s / row.cpu_s:12.2f}", flush=True)
-    _save(title, {"unit": unit, "amount": amount, "runs": spent, "machine": _machine()})
+    save(title, {"unit": unit, "amount": amount, "runs": spent, "machine": machine()})
 
 
 def _median(runs: list[Spent]) -> Spent:
     return Spent(statistics.median(run.wall_s for run in runs), statistics.median(run.cpu_s for run in runs))
 
 
-def _machine() -> dict[str, object]:
+def machine() -> dict[str, object]:
+    """What ran it."""
     return {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -72,7 +73,8 @@ def _machine() -> dict[str, object]:
     }
 
 
-def _save(title: str, values: Mapping[str, object]) -> None:
+def save(title: str, values: Mapping[str, object]) -> None:
+    """Writes figures to benches/results, under the title up to its first comma."""
     RESULTS.mkdir(exist_ok=True)
     name = "".join(letter if letter.isalnum() else "-" for letter in title.split(",")[0].lower())
     (RESULTS / f"{name}.json").write_text(json.dumps({"title": title, **values}, indent=1))

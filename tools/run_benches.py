@@ -9,7 +9,22 @@ import sys
 from setup_env import ROOT, prepare_or_exit
 from steps import Step, run_steps, sum_up
 
-PROGRAMS = ("preprocess", "loader")
+PROGRAMS = ("preprocess", "loader", "tokenizer")
+RIVALS = ("stable", "rc")
+"""Environments of the tokenizer benchmark's rivals, of which some exclude one another."""
+
+
+def rivals_steps() -> list[Step]:
+    """Makes `.rivals/NAME` from benches/rivals-NAME.txt where it is not there yet, and fetches tokenizers."""
+    steps = []
+    for name in RIVALS:
+        folder, wanted = ROOT / ".rivals" / name, ROOT / "benches" / f"rivals-{name}.txt"
+        python = folder / "bin" / "python"
+        if not python.exists():
+            steps.append(Step(f"environment {name}", [sys.executable, "-m", "venv", str(folder)]))
+        install = [str(python), "-m", "pip", "install", "--quiet", "--requirement", str(wanted)]
+        steps.append(Step(f"rivals {name}", install))
+    return [*steps, Step("tokenizers", [sys.executable, "tools/fetch_tokenizers.py"])]
 
 
 def main() -> None:
@@ -23,6 +38,8 @@ def main() -> None:
     steps += [
         Step(name, [environment.python, f"benches/{name}.py"], {"PYTHONPATH": str(ROOT / "tools")}) for name in PROGRAMS
     ]
+    if not names or "tokenizer" in names:
+        run_steps(rivals_steps(), environment.variables())  # what is missing, the benchmark says itself
     chosen = [step for step in steps if not names or step.name in names]
     sys.exit(sum_up("benchmarks", run_steps(chosen, environment.variables())))
 
