@@ -16,10 +16,12 @@ from megaflow.errors import MegaflowError
 from megaflow_trainer.config import TrainConfig, read_command
 from megaflow_trainer.config.flags import FLAGS
 from megaflow_trainer.optim.schedule import build_planner
-from megaflow_trainer.parallel.recompute import SavedActivations
+from megaflow_trainer.parallel.saved import SavedActivations
+from megaflow_trainer.training.preflight import refuse_device
 from megaflow_trainer.training.run import build_model, build_optimizer
 
 STEPS = 8
+YARN = "--position-embedding-type rope --rotary-scaling yarn --rotary-scaling-factor 4"
 BASE = (*TINY, "--train-iters", str(STEPS), "--data-path", "none")
 ROPE = "--position-embedding-type rope"
 LATENT = f"{ROPE} --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8"
@@ -44,7 +46,8 @@ def see_model(flags: str) -> Any:
 def see_saved(flags: str) -> Any:
     """Bytes kept between forward and backward, as they are and as asked."""
     model = build_model(configure(f"{flags} --num-layers 4 --hidden-size 64 --seq-length 64"), one_rank())
-    kept = model.saved or SavedActivations(weights=frozenset(w.data_ptr() for w in model.module.parameters()))
+    weights = frozenset(weight.untyped_storage().data_ptr() for weight in model.module.parameters())
+    kept = model.saved or SavedActivations(weights=weights)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     with SavedActivations.hooks(kept):
         model.module(tokens, tokens)
@@ -85,14 +88,6 @@ def see_config(flags: str) -> Any:
     return configure(flags)
 
 
-def see_refusal(flags: str) -> Any:
-    """The sentence with which the flag's value is refused, or the configuration."""
-    try:
-        return configure(flags)
-    except MegaflowError as error:
-        return str(error)
-
-
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_pair(tmp_path_factory.mktemp("data") / "toy_text_document")
@@ -124,6 +119,8 @@ MODEL = {
     "--rotary-original-positions": tuple(
         f"{ROPE} --rotary-scaling llama3 --rotary-scaling-factor 2 --rotary-original-positions {x}" for x in (8, 64)
     ),
+    "--mscale": (YARN, f"{YARN} --mscale 0.5"),
+    "--mscale-all-dim": (f"{LATENT} {YARN}", f"{LATENT} {YARN} --mscale-all-dim 1"),
     "--window-size": "--window-size 4",
     "--multi-latent-attention": (ROPE, LATENT),
     "--q-lora-rank": (LATENT, f"{LATENT} --q-lora-rank 8"),
@@ -162,6 +159,7 @@ SAVED = {
     "--recompute-num-layers": (BLOCK, f"{BLOCK} --recompute-num-layers 1"),
     "--checkpoint-num-layers": (BLOCK, f"{BLOCK} --checkpoint-num-layers 1"),
     "--recompute-modules": ("--recompute-activations", "--recompute-activations --recompute-modules attention mlp"),
+    "--recompute-budget": tuple(f"--recompute-activations --recompute-budget {x}" for x in (0, 0.02)),
     "--compress-activations": "--compress-activations bf16",
     "--offload-activations": "--offload-activations",
 }
@@ -219,6 +217,9 @@ STEP = {
 }
 REFUSED = {
     "--use-flash-attn": ("model", "flash attention needs a CUDA GPU"),
+    "--fp8-format": ("hybrid", r"fp8 \(--fp8-hybrid\) needs a GPU"),
+    "--fp8-hybrid": ("", r"fp8 \(--fp8-hybrid\) needs a GPU"),
+    "--fp8-e4m3": ("", r"fp8 \(--fp8-e4m3\) needs a GPU"),
     "--tensor-model-parallel-size": ("2", "tensor parallelism"),
     "--pipeline-model-parallel-size": ("2", "pipeline parallelism"),
     "--context-parallel-size": ("2", "context parallelism"),
@@ -287,13 +288,20 @@ def test_a_flag_that_changes_a_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_flag_that_is_refused_here(name: str) -> None:
+def test_a_flag_that_is_refused_here_and_what_is_not_is_accepted(name: str) -> None:
     value, words = REFUSED[name]
     if value == "model":
         with pytest.raises(MegaflowError, match=words):
             build_model(configure(name), one_rank())
+    elif "fp8" in name:
+        config = configure(f"{name} {value}")
+        assert config.step.fp8 == (value or name.removeprefix("--fp8-"))
+        with pytest.raises(MegaflowError, match=words):
+            refuse_device(config, torch.device("cpu"))
     else:
-        assert words in see_refusal(f"{name} {value}")
+        with pytest.raises(MegaflowError, match=f"{value}: this version does not have {words}; leave it at 1"):
+            configure(f"{name} {value}")
+        assert configure(f"{name} 1") == configure("")
 
 
 def observe(prefix: str, folder: Path, flags: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -328,8 +336,6 @@ SEEN = {
     "--log-interval": ("", "--log-interval 2", "curve"),
     "--run-dir": ("", "--run-dir DIR/other", "folders"),
     "--run-name": ("", "--run-name mine", "name"),
-    "--dataloader-type": ("", "--dataloader-type cyclic", "said"),
-    "--sequence-parallel": ("", "--sequence-parallel", "said"),
 }
 
 
@@ -370,6 +376,21 @@ def test_predictions_made_at_the_end_of_a_document_are_left_out(
     assert one["curve"] != two["curve"]
 
 
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--dataloader-type cyclic", "--dataloader-type cyclic has no effect: samples are already shuffled and"),
+        ("--sequence-parallel", "--sequence-parallel has no effect at tensor-parallel size 1"),
+    ],
+)
+def test_a_flag_without_effect_here_says_so_and_changes_no_loss(
+    flags: str, said: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = observe(prefix, tmp_path / "a", "", capsys), observe(prefix, tmp_path / "b", flags, capsys)
+    assert next(line for line in two["said"] if line not in one["said"]).startswith(f"note: {said}")
+    assert one["curve"] == two["curve"]
+
+
 @pytest.mark.parametrize("name", ["--tokenizer-model", "--vocab-file", "--vocab", "--merge-file"])
 def test_a_tokenizer_that_is_not_there_is_named(name: str, prefix: str, tmp_path: Path) -> None:
     words = "merge-file needs the vocabulary" if name == "--merge-file" else r"none\.json"
@@ -396,8 +417,19 @@ def test_threads_and_prefetch_change_the_loader_and_not_the_samples(
     assert one["curve"] == two["curve"]
 
 
-def test_the_backend_is_said_and_gloo_stays_on_the_cpu() -> None:
+def test_the_backend_is_the_one_asked_for_where_a_gpu_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     from megaflow_trainer.parallel.mesh import Launch, choose_device
 
-    device, backend, _ = choose_device(Launch(), configure("--distributed-backend gloo").parallel.backend)
-    assert (device.type, backend) == ("cpu", "gloo")
+    def choose(flags: str) -> tuple[str, str, list[str]]:
+        device, backend, notes = choose_device(Launch(), configure(flags).parallel.backend)
+        return device.type, backend, notes
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose("") == choose("--distributed-backend nccl") == ("cuda", "nccl", [])
+    assert choose("--distributed-backend gloo") == ("cpu", "gloo", [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose("--distributed-backend nccl") == (
+        *("cpu", "gloo"),
+        ["--distributed-backend nccl: no GPU on this machine, gloo on the CPU is used"],
+    )

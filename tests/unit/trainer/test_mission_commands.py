@@ -55,7 +55,6 @@ def test_the_lines_run_on_data_parallel_ranks() -> None:
     [
         ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1", "tensor parallelism"),
         ("--transformer-impl transformer_engine", "Transformer Engine layers"),
-        ("--fp8-hybrid", "fp8"),
         ("--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01", "mixture of experts"),
         ("--expert-model-parallel-size 4", "expert parallelism"),
         ("--use-distributed-optimizer", "a distributed optimizer"),

@@ -8,19 +8,22 @@ import pytest
 import torch
 
 from helpers.pairs import write_pair
-from helpers.runs import one_rank, read_curve, run_tiny
+from helpers.runs import one_rank, read_curve, read_metrics, run_tiny
+from helpers.saved import count_saved_bytes
 from megaflow_trainer.config.sections import ModelConfig, RecomputeConfig
 from megaflow_trainer.model.gpt import build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.parallel.apply import ParallelModel, parallelize
-from megaflow_trainer.parallel.recompute import SavedActivations
+from megaflow_trainer.parallel.saved import SavedActivations
 
 MODES = {
     "uniform": {"granularity": "full", "method": "uniform"},
     "uniform_3": {"granularity": "full", "method": "uniform", "num_layers": 3},
     "block_2": {"granularity": "full", "method": "block", "num_layers": 2},
-    "attention": {"granularity": "selective"},
+    "attention": {"granularity": "selective", "modules": ("attention",)},
+    "attention_and_norm": {"granularity": "selective", "modules": ("attention", "attention_norm")},
+    "cores": {"granularity": "selective", "modules": ("attention_core", "mlp_activation")},
     "mlp_and_norms": {"granularity": "selective", "modules": ("mlp", "mlp_norm", "attention_norm")},
 }
 
@@ -46,14 +49,11 @@ def run(model: ParallelModel) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Losses, gradients and the bytes that autograd keeps between forward and backward."""
     torch.manual_seed(5)
     tokens = torch.randint(61, (2, 65))
-    weights = frozenset(weight.data_ptr() for weight in model.module.parameters())
-    kept = SavedActivations(weights=weights)
     if model.saved is None:
-        with kept.hooks():
-            loss = model(tokens[:, :-1], tokens[:, 1:])
+        num_bytes, loss = count_saved_bytes(model.module, lambda: model(tokens[:, :-1], tokens[:, 1:]))
     else:
-        loss, kept = model(tokens[:, :-1], tokens[:, 1:]), model.saved
-    num_bytes = kept.report.kept_bytes
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        num_bytes = model.saved.report.kept_bytes
     loss.sum().backward()
     return loss.detach(), model.gradients.buffer.clone(), num_bytes
 
@@ -79,12 +79,57 @@ def test_compressed_activations_take_the_stated_part_and_the_error_is_measured(
     loss, grads, num_bytes = run(make(RecomputeConfig()))
     model = make(RecomputeConfig(compression=compression))
     assert model.saved is not None
-    model.saved.measures_error = True
     again, rounded, fewer = run(model)
     assert torch.equal(loss, again)
-    assert fewer == pytest.approx(part * num_bytes, rel=0.01)
-    assert 0 < model.saved.report.error < error
+    report = model.saved.report
+    logits = 2 * 64 * 61 * 4  # the loss is left as it is
+    assert report.num_bytes == pytest.approx(num_bytes - logits, rel=0.02)  # one saved twice is counted once
+    assert fewer == report.kept_bytes == part * report.num_bytes
+    assert report.error is not None
+    assert 0 < report.error.item() < error
     assert 0 < (rounded - grads).norm() / grads.norm() < error
+
+
+def test_the_error_is_the_relative_rounding_of_what_is_kept_and_measured_now_and_then() -> None:
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    saved = SavedActivations(compression="bf16", measure_every=2)
+    errors = []
+    for scale in (1.0, 2.0, 3.0):
+        with saved.hooks():
+            ((x * scale) ** 2).sum()
+        errors.append(saved.report.error)
+        assert (saved.report.num_bytes, saved.report.kept_bytes) == (64 * 128 * 4, 64 * 128 * 2)
+    rounded = x.detach().bfloat16().float()
+    assert errors[0] is not None
+    assert errors[0].item() == pytest.approx(((rounded - x) ** 2).sum().sqrt().item() / x.norm().item(), rel=1e-5)
+    assert errors[1] is errors[0]
+    assert errors[2] is not errors[0]
+
+
+def test_memory_that_is_used_again_in_the_same_forward_is_not_taken_for_the_same_tensor() -> None:
+    saved = SavedActivations(compression="bf16")
+    x = torch.randn(64, 128, requires_grad=True)
+    with saved.hooks():
+        y = x
+        for _ in range(6):  # the narrowed copies let go of the originals, whose memory the next ones get
+            y = (y * 1.1).exp().log()
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, torch.full_like(x, 1.1**6), rtol=5e-2, atol=0)
+
+
+def test_the_log_says_what_was_kept_and_how_far_it_was_rounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write_pair(tmp_path / "toy_text_document")
+    flags = ["--train-iters", "3", "--hidden-size", "64", "--seq-length", "64", "--micro-batch-size", "2"]
+    run_tiny(prefix, [*flags, "--compress-activations", "fp8", "--run-dir", str(tmp_path / "fp8")])
+    lines = read_metrics(tmp_path / "fp8")
+    assert [line["kept_bytes"] / line["saved_bytes"] for line in lines] == [0.25] * 3
+    assert all(1e-3 < line["saved_error"] < 4e-2 for line in lines)
+    assert "| activations kept (MiB): " in capsys.readouterr().out
+    run_tiny(prefix, [*flags, "--run-dir", str(tmp_path / "plain")])
+    assert not {"kept_bytes", "saved_error"} & read_metrics(tmp_path / "plain")[0].keys()
 
 
 def test_offloaded_activations_change_no_bit() -> None:

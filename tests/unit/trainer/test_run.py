@@ -224,7 +224,8 @@ def test_without_sidecar_and_tokenizer_gpt2_is_assumed_and_said(
     assert "no sidecar and no tokenizer is named: GPT-2's 50257 tokens are assumed" in capsys.readouterr().out
 
 
-def test_another_tokenizer_than_the_datas_is_refused(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_model")
+def test_another_tokenizer_than_the_datas_is_refused_before_the_model_is_built(tmp_path: Path) -> None:
     made = write_sidecar(tmp_path / "d")
     with pytest.raises(TokenizerError, match=r"the data were made with tokenizer test .* drop the tokenizer flags"):
         run_tiny(made, [*LENGTH, "--tokenizer-type", "GPT2BPETokenizer", "--run-dir", str(tmp_path)], base=SHAPE)
@@ -445,6 +446,25 @@ def test_a_part_too_short_for_one_sample_is_refused_before_the_model_is_built(tm
 def test_a_token_outside_the_vocabulary_is_refused_before_the_model_is_built(prefix: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"token 63 occurs in the data, and the vocabulary has 50 tokens \(0 to 49\)"):
         run_tiny(prefix, [*LENGTH, "--vocab-size", "50", "--run-dir", str(tmp_path)])
+
+
+def test_losses_of_further_predictions_are_logged_apart_however_the_batch_is_cut(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curves = []
+    for name, flags in (("4", []), ("1", []), ("2", ["--checkpoint-activations"])):
+        cut = ["--train-iters", "4", "--global-batch-size", "4", "--micro-batch-size", name, "--mtp-num-layers", "2"]
+        run_tiny(prefix, [*cut, *flags, "--run-dir", str(tmp_path / name)])
+        lines = read_metrics(tmp_path / name)
+        curves.append([[line[key] for key in ("mtp_1_loss", "mtp_2_loss", "lm_loss")] for line in lines])
+    assert curves[0][0] == pytest.approx([4.16] * 3, abs=0.1)  # ln 64: a uniform guess
+    assert curves[0][0][0] != curves[0][0][2]
+    for curve in curves[1:]:
+        for one, other in zip(curve, curves[0], strict=True):
+            assert one == pytest.approx(other, abs=2e-5)
+    assert " | mtp_1 loss: " in capsys.readouterr().out
+    run_tiny(prefix, [*LENGTH, "--run-dir", str(tmp_path / "plain")])
+    assert "mtp_1_loss" not in read_metrics(tmp_path / "plain")[0]
 
 
 def test_data_read_several_times_are_said(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,6 +175,31 @@ def test_scaling_leaves_fast_pairs_and_stretches_the_slowest_by_the_factor(scali
     assert gain == pytest.approx(0.1 * math.log(4) + 1 if scaling == "yarn" else 1.0)
 
 
+YARN = {"rotary_scaling": "yarn", "rotary_factor": 40.0, "rotary_original_positions": 4096}
+
+
+@pytest.mark.parametrize("mscale, all_dim", [(1.0, 1.0), (0.707, 0.707), (1.0, 0.0), (1.0, 0.8)])
+def test_yarn_grows_scores_of_latent_attention_as_deepseek_publishes(mscale: float, all_dim: float) -> None:
+    growth = {"rotary_mscale": mscale, "rotary_mscale_all_dim": all_dim}
+    model = make_model(**{**LATENT, **LLAMA, **YARN, **growth, "max_positions": 163840})
+    seen: dict[str, object] = {}
+    model.blocks[0].attention.core = lambda q, k, v, **options: seen.update(options) or v
+    model.compute_logits(make_tokens())
+    _, gain = compute_frequencies(model.config)
+    assert gain == pytest.approx((0.1 * mscale * math.log(40) + 1) / (0.1 * all_dim * math.log(40) + 1))
+    published = 12**-0.5 * (0.1 * all_dim * math.log(40) + 1) ** 2  # softmax_scale of heads 8 + 4 wide
+    assert seen.get("scale", 12**-0.5) == pytest.approx(published)
+
+
+def test_a_scale_of_scores_is_the_same_in_every_kernel_and_counts() -> None:
+    q, k, v = torch.randn(3, 2, 4, 16, 8)
+    found = attend_sdpa(q, k, v, dropout=0.0, scale=0.7)
+    torch.testing.assert_close(found, attend_math(q, k, v, dropout=0.0, scale=0.7))
+    written = (q @ k.transpose(-2, -1) * 0.7).masked_fill(~torch.ones(16, 16).bool().tril(), -math.inf).softmax(-1) @ v
+    torch.testing.assert_close(found, written)
+    assert not torch.allclose(found, attend_sdpa(q, k, v, dropout=0.0))
+
+
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("window", [None, 5, 99])
 def test_grouped_and_windowed_kernels_equal_attention_written_out(heads: int, groups: int, window: int | None) -> None:
@@ -225,6 +250,22 @@ def test_a_further_prediction_is_scored_on_the_token_after_the_next() -> None:
     found = model.compute_further(x, labels, rotary)
     torch.testing.assert_close(found[:, :15], expected)
     assert found[:, 15].count_nonzero() == 0
+
+
+def test_losses_of_further_predictions_are_kept_apart_of_the_last_forward_in_training() -> None:
+    model, tokens = make_model(num_mtp_layers=2, mtp_loss_scale=0.3, **LLAMA), make_tokens(17)
+    model(tokens[:, :-1], tokens[:, 1:])
+    assert {name: tuple(losses.shape) for name, losses in model.side_losses.items()} == {
+        "mtp_1": (2, 15),
+        "mtp_2": (2, 14),
+    }
+    assert not any(losses.requires_grad for losses in model.side_losses.values())
+    rotary = model.make_rotary(tokens[:, :-1])
+    total = model.compute_further(model.compute_hidden(tokens[:, :-1], rotary), tokens[:, 1:], rotary)
+    torch.testing.assert_close(total.sum(), 0.15 * sum(losses.sum() for losses in model.side_losses.values()))
+    model.eval()
+    model(tokens[:, :-1], tokens[:, 1:])
+    assert model.side_losses == {}
 
 
 def test_output_scaling_can_be_turned_off() -> None:

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.batch import read_ramp_up, solve_batch
 from megaflow_trainer.config.sections import ModelConfig, ParallelConfig, ScheduleConfig, TrainConfig
+
+FP8_CAPABILITY = (8, 9)
+"""Ada; Hopper and Blackwell are above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a run is started on, as values."""
+
+    name: str
+    capability: tuple[int, int] | None
+    """Compute capability of a GPU; None for a CPU."""
 
 
 def find_faults(config: TrainConfig, *, world_size: int) -> list[str]:
@@ -58,6 +71,10 @@ def check_shape(model: ModelConfig) -> list[str]:
         faults.append(
             f"a rotated part of {model.rotary_dim} channels has no pairs; make model.head_dim even and larger"
         )
+    if model.rotary_mscale_all_dim and not model.is_latent:
+        faults.append("model.rotary_mscale_all_dim is for model.is_latent; give it or drop this")
+    if (model.rotary_mscale_all_dim or model.rotary_mscale != 1) and model.rotary_scaling != "yarn":
+        faults.append("model.rotary_mscale and model.rotary_mscale_all_dim are for model.rotary_scaling yarn; give it")
     if model.rotary_scaling != "none" and model.rotary_factor == 1:
         faults.append(f"model.rotary_scaling {model.rotary_scaling} needs model.rotary_factor above 1")
     return faults
@@ -178,15 +195,36 @@ def check_precision(config: TrainConfig) -> list[str]:
 
 
 def check_recompute(config: TrainConfig) -> list[str]:
-    """Settings of full recompute are given with it, and its blocks are there."""
+    """Settings of full and of selective recompute are given with it, and its blocks are there."""
     own, faults = config.recompute, []
     for name in ("method", "num_layers"):
         if getattr(own, name) is not None and own.granularity != "full":
             faults.append(
                 f"recompute.{name} is for recompute.granularity full, and it is {own.granularity}; give full or drop it"
             )
+    for name in ("modules", "budget"):
+        if getattr(own, name) not in ((), None) and own.granularity != "selective":
+            faults.append(
+                f"recompute.{name} is for recompute.granularity selective, and it is {own.granularity}; give selective "
+                "or drop it"
+            )
+    if own.modules and own.budget is not None:
+        faults.append("recompute.modules and recompute.budget are two ways to choose parts; give one of them")
     if own.num_layers is not None and own.num_layers > config.model.num_layers:
         faults.append(
             f"recompute.num_layers {own.num_layers} is above model.num_layers {config.model.num_layers}; lower it"
         )
     return faults
+
+
+def check_device(config: TrainConfig, device: Device) -> list[str]:
+    """What a device cannot do that the configuration asks of it."""
+    if config.step.fp8 == "none":
+        return []
+    asked = f"fp8 (--fp8-{config.step.fp8})"
+    if device.capability is None:
+        return [f"{asked} needs a GPU, and this run is on {device.name}; use --bf16"]
+    if device.capability < FP8_CAPABILITY:
+        found = f"{device.name} has {device.capability[0]}.{device.capability[1]}"
+        return [f"{asked} needs compute capability 8.9 or newer (Ada, Hopper, Blackwell), and {found}; use --bf16"]
+    return [f"{asked}: this version does not have fp8 products; use --bf16"]

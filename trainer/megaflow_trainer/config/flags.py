@@ -69,6 +69,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--rotary-scaling", "model.rotary_scaling"),
     Flag("--rotary-scaling-factor", "model.rotary_factor"),
     Flag("--rotary-original-positions", "model.rotary_original_positions"),
+    Flag("--mscale", "model.rotary_mscale"),
+    Flag("--mscale-all-dim", "model.rotary_mscale_all_dim"),
     Flag("--window-size", "model.window"),
     Flag("--multi-latent-attention", "model.is_latent", constant=True),
     Flag("--q-lora-rank", "model.q_latent_dim"),
@@ -146,6 +148,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--bf16", "step.dtype", constant="bf16"),
     Flag("--fp16", "step.dtype", constant="fp16"),
     Flag("--fp64", "step.dtype", constant="fp64"),
+    Flag("--fp8-format", "step.fp8"),
+    Flag("--fp8-hybrid", "step.fp8", constant="hybrid"),
+    Flag("--fp8-e4m3", "step.fp8", constant="e4m3"),
     Flag("--all-bf16", "step.is_all_bf16", constant=True),
     Flag("--tf32", "step.allows_tf32", constant=True),
     Flag("--loss-scale", "step.loss_scale"),
@@ -161,6 +166,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--recompute-num-layers", "recompute.num_layers"),
     Flag("--checkpoint-num-layers", "recompute.num_layers"),
     Flag("--recompute-modules", "recompute.modules"),
+    Flag("--recompute-budget", "recompute.budget"),
     Flag("--compress-activations", "recompute.compression"),
     Flag("--offload-activations", "recompute.is_offloaded", constant=True),
     Flag("--eval-interval", "eval.every"),
@@ -201,12 +207,7 @@ LEGACY: tuple[LegacyFlag, ...] = (
 )
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt(
-        "fp8",
-        "use --bf16",
-        switches=("--fp8-hybrid", "--fp8-e4m3"),
-        valued=(("--fp8-format", ()), ("--fp8-recipe", ())),
-    ),
+    NotBuilt("a choice of fp8 scaling", "drop the flag", valued=(("--fp8-recipe", ()),)),
     NotBuilt(
         "Transformer Engine layers",
         "drop the flag: --transformer-impl local is the default",

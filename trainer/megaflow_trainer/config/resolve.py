@@ -46,9 +46,12 @@ def _resolve_optim(config: TrainConfig) -> OptimConfig:
 
 
 def _resolve_recompute(config: TrainConfig) -> RecomputeConfig:
-    if config.recompute.granularity != "full":
-        return config.recompute
-    return dataclasses.replace(config.recompute, method=config.recompute.method or "uniform")
+    own = config.recompute
+    if own.granularity == "full":
+        return dataclasses.replace(own, method=own.method or "uniform")
+    if own.granularity == "selective" and own.budget is None:
+        return dataclasses.replace(own, modules=own.modules or ("attention",))
+    return own
 
 
 def _list_notes(config: TrainConfig) -> list[str]:

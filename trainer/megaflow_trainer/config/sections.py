@@ -8,182 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megaflow.errors import ConfigError
+from megaflow_trainer.config.limits import at_least, fraction, one_of, raise_faults
+from megaflow_trainer.config.model_section import ModelConfig
 
-
-def _raise_faults(faults: list[str]) -> None:
-    """Raise one ConfigError that lists every fault, one a line."""
-    if faults:
-        raise ConfigError("\n".join(faults))
-
-
-def _at_least(section: str, least: float, **values: float | None) -> list[str]:
-    """Faults of the given fields that are below `least`; None (to be derived) passes."""
-    return [
-        f"{section}.{name} must be >= {least}, got {value}"
-        for name, value in values.items()
-        if value is not None and not value >= least
-    ]
-
-
-def _fraction(section: str, **values: float | None) -> list[str]:
-    """Faults of the given fields that are outside [0, 1)."""
-    return [
-        f"{section}.{name} must be in [0, 1), got {value}"
-        for name, value in values.items()
-        if value is not None and not 0 <= value < 1
-    ]
-
-
-def _one_of(section: str, known: tuple[str, ...], **values: str | None) -> list[str]:
-    """Faults of the given fields whose value is not one of `known`."""
-    return [
-        f"{section}.{name} must be one of {', '.join(known)}, got {value!r}"
-        for name, value in values.items()
-        if value is not None and value not in known
-    ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """Shape and initialisation of the GPT; the defaults are GPT-2 small."""
-
-    preset: str | None = None
-    """A published shape, such as gpt2_small or llama3_8b; other flags override its fields."""
-    num_layers: int = 12
-    """Transformer blocks."""
-    hidden_dim: int = 768
-    """Width of the residual stream."""
-    num_heads: int = 12
-    """Attention heads; must divide the hidden size."""
-    head_dim: int | None = None
-    """Width of one head (hidden size / heads if not given)."""
-    num_kv_heads: int | None = None
-    """Heads of keys and values, each shared by a group of query heads (one for each query head if not given)."""
-    ffn_dim: int | None = None
-    """Width inside the MLP (4 x hidden size if not given; two thirds of it with SwiGLU, a multiple of 64)."""
-    activation: str = "gelu"
-    """MLP: gelu (tanh form), swiglu or squared_relu."""
-    norm: str = "LayerNorm"
-    """Normalisation: LayerNorm or RMSNorm."""
-    qk_norm: bool = False
-    """Whether queries and keys are normalised per head before attention."""
-    linear_bias: bool = True
-    """Whether linear layers have biases."""
-    qkv_bias: bool | None = None
-    """Whether the projection to queries, keys and values has a bias (like the other layers if not given)."""
-    position_kind: str = "learned_absolute"
-    """How a token knows its place: learned_absolute, rope or none."""
-    max_positions: int | None = None
-    """Longest sequence; rows of the learned position table (the sequence length if not given)."""
-    rotary_base: float = 10000.0
-    """Base of the rotary angles."""
-    rotary_fraction: float = 1.0
-    """Part of a head that is rotated, from its start."""
-    rotary_interleaved: bool = False
-    """Pairing of rotated channels: neighbours (2i, 2i + 1); otherwise halves (i, i + d/2), as in Llama checkpoints."""
-    rotary_scaling: str = "none"
-    """Stretching of rotary positions: none, linear, ntk, llama3 or yarn."""
-    rotary_factor: float = 1.0
-    """How many times longer the sequence may become by rotary scaling."""
-    rotary_original_positions: int | None = None
-    """Longest sequence before rotary scaling (max positions / factor if not given)."""
-    window: int | None = None
-    """Each token attends to this many last tokens, itself included (all if not given)."""
-    is_latent: bool = False
-    """Multi-latent attention: keys and values are made from one narrow vector a token."""
-    q_latent_dim: int | None = None
-    """Width of the latent vector of queries (queries are made directly if not given)."""
-    kv_latent_dim: int = 512
-    """Width of the latent vector of keys and values."""
-    qk_dim: int = 128
-    """Part of a latent head that is not rotated."""
-    qk_rotary_dim: int = 64
-    """Part of a latent head that is rotated; one key part serves all heads."""
-    v_dim: int = 128
-    """Width of the values of a latent head."""
-    num_mtp_layers: int = 0
-    """Extra blocks that predict the tokens after the next one (multi-token prediction)."""
-    mtp_loss_scale: float = 0.1
-    """Weight of their mean loss. It enters the gradient and not the logged loss."""
-    vocab_size: int | None = None
-    """Tokens the model predicts (that of the data's tokenizer if not given)."""
-    vocab_multiple: int = 128
-    """The embedding is padded to a multiple of this; padded rows never enter the loss."""
-    tied_embeddings: bool = True
-    """Whether the output projection is the token embedding."""
-    hidden_dropout: float = 0.1
-    """Dropout after the embedding, the attention projection and the MLP."""
-    attention_dropout: float = 0.1
-    """Dropout on attention probabilities."""
-    init_std: float = 0.02
-    """Standard deviation of initial weights; those that write into the residual stream get init_std / sqrt(2 L)."""
-    is_output_scaled: bool = True
-    """Whether they do; otherwise all matrices get init_std."""
-    mup_base_dim: int | None = None
-    """Hidden size at which init_std and the learning rate were tuned: mu-P scales both for this one, which is wider by
-    more heads of the same width (off if not given)."""
-    norm_eps: float = 1e-5
-    """Added to the variance in a norm."""
-    attention: str = "auto"
-    """Attention kernel: auto, sdpa, flash or math."""
-
-    def __post_init__(self) -> None:
-        _raise_faults(
-            _at_least("model", 1, num_layers=self.num_layers, hidden_dim=self.hidden_dim, num_heads=self.num_heads)
-            + _at_least("model", 1, ffn_dim=self.ffn_dim, max_positions=self.max_positions, window=self.window)
-            + _at_least("model", 1, head_dim=self.head_dim, num_kv_heads=self.num_kv_heads)
-            + _at_least("model", 1, q_latent_dim=self.q_latent_dim, kv_latent_dim=self.kv_latent_dim)
-            + _at_least("model", 1, qk_dim=self.qk_dim, v_dim=self.v_dim, mup_base_dim=self.mup_base_dim)
-            + _at_least("model", 2, qk_rotary_dim=self.qk_rotary_dim)
-            + _at_least("model", 0, num_mtp_layers=self.num_mtp_layers, mtp_loss_scale=self.mtp_loss_scale)
-            + _one_of("model", ("gelu", "swiglu", "squared_relu"), activation=self.activation)
-            + _one_of("model", ("LayerNorm", "RMSNorm"), norm=self.norm)
-            + _one_of("model", ("learned_absolute", "rope", "none"), position_kind=self.position_kind)
-            + _one_of("model", ("none", "linear", "ntk", "llama3", "yarn"), rotary_scaling=self.rotary_scaling)
-            + _at_least("model", 1, rotary_base=self.rotary_base, rotary_factor=self.rotary_factor)
-            + _at_least("model", 1, rotary_original_positions=self.rotary_original_positions)
-            + _at_least("model", 0, rotary_fraction=self.rotary_fraction)
-            + _at_least("model", 2, vocab_size=self.vocab_size)
-            + _at_least("model", 1, vocab_multiple=self.vocab_multiple)
-            + _at_least("model", 0, init_std=self.init_std, norm_eps=self.norm_eps)
-            + _fraction("model", hidden_dropout=self.hidden_dropout, attention_dropout=self.attention_dropout)
-        )
-
-    @property
-    def head_width(self) -> int:
-        """Width of one head of queries and keys."""
-        return self.head_dim or self.hidden_dim // self.num_heads
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def ffn_width(self) -> int:
-        """Width inside the MLP."""
-        if self.ffn_dim is not None:
-            return self.ffn_dim
-        return 8 * self.hidden_dim // 3 // 64 * 64 or 64 if self.activation == "swiglu" else 4 * self.hidden_dim
-
-    @property
-    def has_qkv_bias(self) -> bool:
-        """Whether queries, keys and values get biases."""
-        return self.linear_bias if self.qkv_bias is None else self.qkv_bias
-
-    @property
-    def rotary_dim(self) -> int:
-        """Channels of a head that are rotated; 0 without rotary positions."""
-        if self.position_kind != "rope":
-            return 0
-        return self.qk_rotary_dim if self.is_latent else int(self.head_width * self.rotary_fraction) // 2 * 2
-
-    @property
-    def vocab_rows(self) -> int:
-        """Rows of the embedding: the vocabulary rounded up to `vocab_multiple`."""
-        assert self.vocab_size is not None, "known once the data are open"
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+__all__ = [
+    "BatchSizes",
+    "CheckpointConfig",
+    "DataConfig",
+    "EvalConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "RecomputeConfig",
+    "ScheduleConfig",
+    "StepConfig",
+    "TrainConfig",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,10 +55,10 @@ class DataConfig:
     """Whether predictions made at an end-of-document token are left out of the loss."""
 
     def __post_init__(self) -> None:
-        _raise_faults(
-            _at_least("data", 1, seq_len=self.seq_len, prefetch=self.prefetch)
-            + _at_least("data", 0, num_threads=self.num_threads)
-            + _one_of("data", ("single", "cyclic"), order=self.order)
+        raise_faults(
+            at_least("data", 1, seq_len=self.seq_len, prefetch=self.prefetch)
+            + at_least("data", 0, num_threads=self.num_threads)
+            + one_of("data", ("single", "cyclic"), order=self.order)
         )
 
 
@@ -239,9 +80,9 @@ class ParallelConfig:
     """Process group backend: nccl or gloo. The first that fits if not given; gloo keeps the run on the CPU."""
 
     def __post_init__(self) -> None:
-        _raise_faults(
-            _at_least("parallel", 1, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep)
-            + _one_of("parallel", ("nccl", "gloo"), backend=self.backend)
+        raise_faults(
+            at_least("parallel", 1, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep)
+            + one_of("parallel", ("nccl", "gloo"), backend=self.backend)
         )
 
 
@@ -287,18 +128,18 @@ class OptimConfig:
     """Whether master weights and states lie in the CPU's memory and are stepped there."""
 
     def __post_init__(self) -> None:
-        _raise_faults(
-            _one_of("optim", ("adamw", "adam", "lion", "sgd", "muon"), kind=self.kind)
-            + _one_of("optim", ("constant", "linear", "cosine"), decay_style=self.decay_style)
-            + _one_of("optim", ("fp32", "bf16"), main_dtype=self.main_dtype, main_grad_dtype=self.main_grad_dtype)
-            + _one_of("optim", ("fp32", "bf16", "fp16"), exp_avg_dtype=self.exp_avg_dtype)
-            + _one_of("optim", ("fp32", "bf16", "fp16"), exp_avg_sq_dtype=self.exp_avg_sq_dtype)
-            + _at_least("optim", 0, lr=self.lr, weight_decay=self.weight_decay)
-            + _at_least("optim", 0, start_weight_decay=self.start_weight_decay)
-            + _at_least("optim", 0, end_weight_decay=self.end_weight_decay)
-            + _at_least("optim", 0, adam_eps=self.adam_eps, clip_grad=self.clip_grad)
-            + _fraction("optim", adam_beta1=self.adam_beta1, adam_beta2=self.adam_beta2)
-            + _fraction("optim", sgd_momentum=self.sgd_momentum, muon_momentum=self.muon_momentum)
+        raise_faults(
+            one_of("optim", ("adamw", "adam", "lion", "sgd", "muon"), kind=self.kind)
+            + one_of("optim", ("constant", "linear", "cosine"), decay_style=self.decay_style)
+            + one_of("optim", ("fp32", "bf16"), main_dtype=self.main_dtype, main_grad_dtype=self.main_grad_dtype)
+            + one_of("optim", ("fp32", "bf16", "fp16"), exp_avg_dtype=self.exp_avg_dtype)
+            + one_of("optim", ("fp32", "bf16", "fp16"), exp_avg_sq_dtype=self.exp_avg_sq_dtype)
+            + at_least("optim", 0, lr=self.lr, weight_decay=self.weight_decay)
+            + at_least("optim", 0, start_weight_decay=self.start_weight_decay)
+            + at_least("optim", 0, end_weight_decay=self.end_weight_decay)
+            + at_least("optim", 0, adam_eps=self.adam_eps, clip_grad=self.clip_grad)
+            + fraction("optim", adam_beta1=self.adam_beta1, adam_beta2=self.adam_beta2)
+            + fraction("optim", sgd_momentum=self.sgd_momentum, muon_momentum=self.muon_momentum)
         )
 
 
@@ -330,14 +171,14 @@ class ScheduleConfig:
     """Its shape: exponential, linear, cosine or minus_sqrt."""
 
     def __post_init__(self) -> None:
-        _raise_faults(
-            _one_of("schedule", ("cosine", "linear", "constant", "inverse-square-root", "WSD"), style=self.style)
-            + _one_of("schedule", ("exponential", "linear", "cosine", "minus_sqrt"), wsd_style=self.wsd_style)
-            + _at_least("schedule", 1, wsd_steps=self.wsd_steps, wsd_samples=self.wsd_samples)
-            + _at_least("schedule", 0, min_lr=self.min_lr, warmup_init=self.warmup_init)
-            + _at_least("schedule", 1, decay_steps=self.decay_steps, decay_samples=self.decay_samples)
-            + _at_least("schedule", 0, warmup_steps=self.warmup_steps, warmup_samples=self.warmup_samples)
-            + _fraction("schedule", warmup_fraction=self.warmup_fraction)
+        raise_faults(
+            one_of("schedule", ("cosine", "linear", "constant", "inverse-square-root", "WSD"), style=self.style)
+            + one_of("schedule", ("exponential", "linear", "cosine", "minus_sqrt"), wsd_style=self.wsd_style)
+            + at_least("schedule", 1, wsd_steps=self.wsd_steps, wsd_samples=self.wsd_samples)
+            + at_least("schedule", 0, min_lr=self.min_lr, warmup_init=self.warmup_init)
+            + at_least("schedule", 1, decay_steps=self.decay_steps, decay_samples=self.decay_samples)
+            + at_least("schedule", 0, warmup_steps=self.warmup_steps, warmup_samples=self.warmup_samples)
+            + fraction("schedule", warmup_fraction=self.warmup_fraction)
         )
 
 
@@ -367,6 +208,8 @@ class StepConfig:
     otherwise (fp64 in fp64, which is for comparisons)."""
     is_all_bf16: bool = False
     """Whether master weights, gradients and moments are bf16 too: half the memory, small updates are lost."""
+    fp8: str = "none"
+    """8-bit matrix products: none, hybrid (e4m3 forward, e5m2 for gradients) or e4m3."""
     allows_tf32: bool = False
     """Whether products of fp32 matrices may use TF32 on GPUs that have it: faster, 10 bits of mantissa."""
     loss_scale: float | None = None
@@ -381,13 +224,14 @@ class StepConfig:
     """Overflows after which the scale is halved."""
 
     def __post_init__(self) -> None:
-        _raise_faults(
-            _at_least("step", 1, micro_batch_size=self.micro_batch_size, global_batch_size=self.global_batch_size)
-            + _at_least("step", 1, num_micro_batches=self.num_micro_batches)
-            + _one_of("step", ("fp32", "bf16", "fp16", "fp64"), dtype=self.dtype)
-            + _at_least("step", 1, loss_scale=self.loss_scale, initial_loss_scale=self.initial_loss_scale)
-            + _at_least("step", 1, min_loss_scale=self.min_loss_scale, hysteresis=self.hysteresis)
-            + _at_least("step", 1, loss_scale_window=self.loss_scale_window)
+        raise_faults(
+            at_least("step", 1, micro_batch_size=self.micro_batch_size, global_batch_size=self.global_batch_size)
+            + at_least("step", 1, num_micro_batches=self.num_micro_batches)
+            + one_of("step", ("fp32", "bf16", "fp16", "fp64"), dtype=self.dtype)
+            + one_of("step", ("none", "hybrid", "e4m3"), fp8=self.fp8)
+            + at_least("step", 1, loss_scale=self.loss_scale, initial_loss_scale=self.initial_loss_scale)
+            + at_least("step", 1, min_loss_scale=self.min_loss_scale, hysteresis=self.hysteresis)
+            + at_least("step", 1, loss_scale_window=self.loss_scale_window)
         )
 
     @property
@@ -408,21 +252,26 @@ class RecomputeConfig:
     not given."""
     num_layers: int | None = None
     """Blocks in a run of uniform (1 if not given), or blocks that are computed again (all if not given)."""
-    modules: tuple[str, ...] = ("attention",)
-    """Parts that selective recompute takes: attention, mlp, attention_norm, mlp_norm."""
+    modules: tuple[str, ...] = ()
+    """Parts that selective recompute takes: attention, mlp, attention_norm, mlp_norm, attention_core (softmax and its
+    products) or mlp_activation; attention if neither parts nor a budget are given."""
+    budget: float | None = None
+    """Part of the blocks' forward FLOPs that selective recompute may spend: it takes parts by bytes saved per FLOP
+    (by name if not given)."""
     compression: str = "none"
     """How activations are kept for backward: none (as they are), bf16 or fp8. Gradients change a little."""
     is_offloaded: bool = False
     """Whether activations wait for backward in the CPU's memory."""
 
     def __post_init__(self) -> None:
-        known = ("attention", "mlp", "attention_norm", "mlp_norm")
+        known = ("attention", "mlp", "attention_norm", "mlp_norm", "attention_core", "mlp_activation")
         others = [name for name in self.modules if name not in known]
-        _raise_faults(
-            _one_of("recompute", ("none", "selective", "full"), granularity=self.granularity)
-            + _one_of("recompute", ("uniform", "block"), method=self.method)
-            + _one_of("recompute", ("none", "bf16", "fp8"), compression=self.compression)
-            + _at_least("recompute", 1, num_layers=self.num_layers)
+        raise_faults(
+            one_of("recompute", ("none", "selective", "full"), granularity=self.granularity)
+            + one_of("recompute", ("uniform", "block"), method=self.method)
+            + one_of("recompute", ("none", "bf16", "fp8"), compression=self.compression)
+            + at_least("recompute", 1, num_layers=self.num_layers)
+            + at_least("recompute", 0, budget=self.budget)
             + [f"recompute.modules must be among {', '.join(known)}, got {name!r}" for name in others]
         )
 
@@ -437,7 +286,7 @@ class EvalConfig:
     """Global batches of one evaluation; each evaluation reads the same ones."""
 
     def __post_init__(self) -> None:
-        _raise_faults(_at_least("eval", 0, every=self.every, steps=self.steps))
+        raise_faults(at_least("eval", 0, every=self.every, steps=self.steps))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -456,7 +305,7 @@ class CheckpointConfig:
     """Iterations between two checkpoints (only at the end if not given)."""
 
     def __post_init__(self) -> None:
-        _raise_faults(_at_least("checkpoint", 1, every=self.every))
+        raise_faults(at_least("checkpoint", 1, every=self.every))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -471,7 +320,7 @@ class LogConfig:
     """Name of the run."""
 
     def __post_init__(self) -> None:
-        _raise_faults(_at_least("log", 1, every=self.every))
+        raise_faults(at_least("log", 1, every=self.every))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -503,7 +352,7 @@ class TrainConfig:
         ]
         if not 0 <= self.seed < 2**32:
             faults.append(f"seed must be in [0, 2^32), got {self.seed}")
-        _raise_faults(faults)
+        raise_faults(faults)
 
     @property
     def last_step(self) -> int:

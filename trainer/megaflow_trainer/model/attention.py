@@ -5,6 +5,7 @@ Legend: b micro-batch, s sequence, h hidden, n query heads, g key/value heads, d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.norm import make_norm
-from megaflow_trainer.model.rope import Rotary, rotate
+from megaflow_trainer.model.rope import Rotary, rotate, score_growth
 from megaflow_trainer.model.sockets import Sockets
 
 
@@ -43,8 +44,12 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
+        return self.mix(q, k, v)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The core and the last product: queries `[b, n, s, d]`, keys and values `[b, g, s, d]` to `[b, s, h]`."""
         y = self.core(q, k, v, dropout=self.dropout if self.training else 0.0, **self.options)  # [b, n, s, d]
-        return self.proj(y.transpose(1, 2).reshape(b, s, -1))  # [b, s, h]
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class LatentAttention(nn.Module):
@@ -85,10 +90,18 @@ class LatentAttention(nn.Module):
         k_turned = rotate(k_turned.unsqueeze(1), rotary).expand(-1, self.num_heads, -1, -1)
         q = torch.cat([q_plain, rotate(q_turned, rotary)], dim=-1)
         k = torch.cat([k, k_turned], dim=-1)
+        return self.mix(q, k, v)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The core and the last product: queries and keys `[b, n, s, qk + r]`, values `[b, n, s, v]` to `[b, s, h]`."""
         y = self.core(q, k, v, dropout=self.dropout if self.training else 0.0, **self.options)  # [b, n, s, v]
-        return self.proj(y.transpose(1, 2).reshape(b, s, -1))
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 def core_options(config: ModelConfig) -> dict[str, Any]:
     """What an attention core is told beyond q, k, v: nothing for plain causal attention."""
-    return {} if config.window is None else {"window": config.window}
+    options: dict[str, Any] = {} if config.window is None else {"window": config.window}
+    growth = score_growth(config)
+    if growth != 1.0:
+        options["scale"] = growth / math.sqrt(config.qk_dim + config.qk_rotary_dim)
+    return options

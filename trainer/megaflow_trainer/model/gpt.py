@@ -32,8 +32,18 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
         """`[b, s, h]` to `[b, s, h]`."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), rotary))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = x + self.dropout(self.attend(x, rotary))
+        return x + self.dropout(self.feed(x))
+
+    def attend(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        """The first half before it is added, `[b, s, h]` to `[b, s, h]`."""
+        out: Tensor = self.attention(self.attention_norm(x), rotary)
+        return out
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The second half before it is added, `[b, s, h]` to `[b, s, h]`."""
+        out: Tensor = self.mlp(self.mlp_norm(x))
+        return out
 
 
 class FurtherPrediction(nn.Module):
@@ -73,12 +83,15 @@ class GPT(nn.Module):
         self.head = None if config.tied_embeddings else nn.Linear(config.hidden_dim, config.vocab_rows, bias=False)
         self.further = nn.ModuleList(FurtherPrediction(config, sockets) for _ in range(config.num_mtp_layers))
         self.loss: Callable[..., Tensor] = sockets.loss
+        self.side_losses: dict[str, Tensor] = {}
+        """Losses of the last forward in training that are logged apart, by name, detached: `mtp_1` is `[b, s - 1]`."""
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Loss in nats per token, float32, `[b, s]`, from int64 `tokens` and `labels`, both `[b, s]`."""
         rotary = self.make_rotary(tokens)
         x = self.compute_hidden(tokens, rotary)
         loss = self.loss(self.project(self.norm(x)), labels, vocab_size=self.vocab_size)
+        self.side_losses = {}
         if self.further and self.training:
             further = self.compute_further(x, labels, rotary)
             loss = loss + (further - further.detach())  # adds its gradient and the value 0
@@ -92,6 +105,7 @@ class GPT(nn.Module):
             x, normed = part(x, later, rotary)
             losses = self.loss(self.project(normed), labels.roll(-depth, dims=1), vocab_size=self.vocab_size)
             total = total + F.pad(losses[:, :-depth], (0, depth))
+            self.side_losses[f"mtp_{depth}"] = losses[:, :-depth].detach()
         return total * (self.config.mtp_loss_scale / len(self.further))
 
     def compute_logits(self, tokens: Tensor) -> Tensor:

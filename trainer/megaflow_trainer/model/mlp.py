@@ -22,8 +22,12 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[b, s, h]` to `[b, s, h]`."""
-        if self.gate is not None:
-            return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.narrow(self.up(x), None if self.gate is None else self.gate(x))
+
+    def narrow(self, up: Tensor, gate: Tensor | None) -> Tensor:
+        """The activation function and the last product, `[b, s, f]` to `[b, s, h]`."""
+        if gate is not None:
+            return self.down(F.silu(gate) * up)
         if self.activation == "squared_relu":
-            return self.down(F.relu(self.up(x)).square())
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+            return self.down(F.relu(up).square())
+        return self.down(F.gelu(up, approximate="tanh"))

@@ -57,8 +57,22 @@ def compute_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         return plain * kept + plain / factor * (1 - kept), 1.0
     if config.rotary_scaling == "yarn":
         kept = _yarn_kept(r, base, original)
-        return plain * kept + plain / factor * (1 - kept), 0.1 * math.log(factor) + 1.0
+        gain = _yarn_growth(factor, config.rotary_mscale) / _yarn_growth(factor, config.rotary_mscale_all_dim)
+        return plain * kept + plain / factor * (1 - kept), gain
     return plain, 1.0
+
+
+def score_growth(config: ModelConfig) -> float:
+    """What attention scores are multiplied by beside 1 / sqrt(d): 1 but under yarn with `rotary_mscale_all_dim`, where
+    queries and keys of DeepSeek's latent attention grow as wholes and not only in their rotated part.
+    """
+    if config.rotary_scaling != "yarn":
+        return 1.0
+    return _yarn_growth(config.rotary_factor, config.rotary_mscale_all_dim) ** 2
+
+
+def _yarn_growth(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _yarn_kept(r: int, base: float, original: int) -> Tensor:

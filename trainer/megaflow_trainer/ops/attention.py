@@ -15,7 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megaflow_trainer.ops.registry import Entry, Need
 
 
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None) -> Tensor:
+def attend_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None, scale: float | None = None
+) -> Tensor:
     """Causal attention by torch's own choice of kernel.
 
     Args:
@@ -24,6 +26,7 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int 
         v: `[b, g, s, e]`, the dtype of `q`.
         dropout: probability with which an attention weight is dropped; 0 in evaluation.
         window: each token sees this many last tokens, itself included; None for all.
+        scale: what scores are multiplied by; None for 1 / sqrt(d).
 
     Returns:
         `[b, n, s, e]`.
@@ -31,21 +34,26 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int 
     is_grouped = q.shape[1] != k.shape[1]
     mask = None if window is None or window >= q.shape[2] else _make_mask(q, window)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=is_grouped
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
     )
 
 
-def attend_flash(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None) -> Tensor:
+def attend_flash(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None, scale: float | None = None
+) -> Tensor:
     """The same by torch's flash-attention kernel and no other."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return attend_sdpa(q, k, v, dropout=dropout, window=window)
+        return attend_sdpa(q, k, v, dropout=dropout, window=window, scale=scale)
 
 
-def attend_math(q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None) -> Tensor:
+def attend_math(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None, scale: float | None = None
+) -> Tensor:
     """The same written out: the reference for the others. Holds the `[b, n, s, s]` weights in memory."""
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q @ k.transpose(-2, -1)).to(wide) / math.sqrt(q.shape[-1])  # [b, n, s, s]
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = (q @ k.transpose(-2, -1)).to(wide) * factor  # [b, n, s, s]
     weights = scores.masked_fill(~_make_mask(q, window), -math.inf).softmax(-1).to(v.dtype)
     return F.dropout(weights, dropout, training=dropout > 0) @ v
 

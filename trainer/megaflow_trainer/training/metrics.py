@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import resource
 import sys
 from pathlib import Path
@@ -143,6 +144,7 @@ class MetricsLog:
         if self.reports[-1].loss_scale is not None:
             values |= {"loss_scale": self.reports[-1].loss_scale}
             values |= {"skipped_steps": sum(report.is_skipped for report in self.reports)}
+        values |= describe_extras(self.reports[-1])
         num_samples = sum(report.plan.num_samples for report in self.reports) / count
         return values | self._measure_speed(num_samples / step_s) | {"memory_bytes": measure_memory(self.mesh.device)}
 
@@ -172,6 +174,16 @@ class MetricsLog:
                 raise _cannot_write(self.path, error) from None
 
 
+def describe_extras(report: StepReport) -> dict[str, float]:
+    """Losses that are logged apart, and what one micro-batch kept for backward where that is not plain."""
+    values: dict[str, float] = {f"{name}_loss": loss.item() for name, loss in report.side_losses.items()}
+    if report.saved is not None:
+        values |= {"saved_bytes": report.saved.num_bytes, "kept_bytes": report.saved.kept_bytes}
+        if report.saved.error is not None:
+            values["saved_error"] = report.saved.error.item()
+    return values
+
+
 def format_line(values: dict[str, Any], num_steps: int) -> str:
     """The console line of an interval; times are means per step."""
     phases = " + ".join(f"{name.replace('_', ' ')} {values[f'{name}_s'] * 1e3:.2f}" for name in (*PHASES, "other"))
@@ -179,9 +191,19 @@ def format_line(values: dict[str, Any], num_steps: int) -> str:
     scale = f" | loss scale: {values['loss_scale']:.6g}" if "loss_scale" in values else ""
     if values.get("skipped_steps"):
         scale += f" | overflow: {values['skipped_steps']} steps skipped"
+    extras = "".join(
+        f" | {name[:-5]} loss: {values[name]:.6E}" for name in values if re.fullmatch(r"mtp_\d+_loss", name)
+    )
+    if "kept_bytes" in values:
+        extras += (
+            f" | activations kept (MiB): {values['kept_bytes'] / 2**20:.1f} of {values['saved_bytes'] / 2**20:.1f}"
+        )
+    if "saved_error" in values:
+        extras += f", rounded by {values['saved_error']:.2E}"
     return (
         f" iteration {values['iteration']}/{num_steps} | consumed samples: {values['consumed_samples']} | "
-        f"lr: {values['lr']:.6E} | lm loss: {values['lm_loss']:.6E} | grad norm: {values['grad_norm']:.6E}{scale} | "
+        f"lr: {values['lr']:.6E} | lm loss: {values['lm_loss']:.6E} | grad norm: {values['grad_norm']:.6E}"
+        f"{scale}{extras} | "
         f"step time (ms): {values['step_time_s'] * 1e3:.2f} = {phases} | samples/s: {values['samples_per_s']:.2f} | "
         f"tokens/s/GPU: {values['tokens_per_s_per_gpu']:.0f} | TFLOP/s/GPU: {values['tflops_per_gpu']:.4g}{mfu} | "
         f"memory (MiB): {values['memory_bytes'] / 2**20:.0f}"

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megaflow_trainer.checkpoint.initial import fill_weights, read_weights
+from megaflow_trainer.config.cost_table import choose_parts
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
@@ -27,6 +28,7 @@ from megaflow_trainer.training.feed import Feed
 from megaflow_trainer.training.lock import hold_folders
 from megaflow_trainer.training.manifest import write_manifest
 from megaflow_trainer.training.metrics import MetricsLog, prepare_metrics, say
+from megaflow_trainer.training.preflight import describe_needs, refuse_device
 from megaflow_trainer.training.resume import Start, TrainState, resume_or_start, save_checkpoint
 from megaflow_trainer.training.step import train_step
 from megaflow_trainer.training.stop import EXIT_STOPPED, StopVote
@@ -41,6 +43,7 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
     Raises:
         MegaflowError: whatever the user, the files or the cluster got wrong, in one sentence.
     """
+    refuse_device(config, mesh.device)
     data = open_data(config)
     config = with_vocabulary(config, data)
     model = build_model(config, mesh)
@@ -94,7 +97,14 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     init_weights(model, config.model, seed=config.seed)
     if config.checkpoint.init_from is not None:
         start_from(Path(config.checkpoint.init_from), model, config, mesh)
-    return parallelize(model, mesh, recompute=config.recompute, grad_dtype=DTYPES[config.optim.main_grad_dtype])
+    return parallelize(
+        model,
+        mesh,
+        recompute=config.recompute,
+        parts=choose_parts(config),
+        grad_dtype=DTYPES[config.optim.main_grad_dtype],
+        measure_every=config.log.every * config.step.sizes.num_micro_batches,
+    )
 
 
 def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:
@@ -132,6 +142,8 @@ def introduce(config: TrainConfig, mesh: Mesh, start: Start, fingerprint: str, n
     do_on_first(prepare, mesh.dp_group)
     for note in notes:
         say(mesh, f" note: {note}")
+    for line in describe_needs(config, mesh.device):
+        say(mesh, f" {line}")
     step = config.step
     say(
         mesh,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,8 +16,10 @@ from megaflow_trainer.optim.schedule import StepPlan
 from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.collectives import sum_over
 from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.saved import SavedReport
 from megaflow_trainer.training.clock import COMMUNICATION, COMPUTE, OPTIMIZER, Clock
 from megaflow_trainer.training.feed import DeviceBatch, Feed
+from megaflow_trainer.training.side_losses import SideLosses
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class StepReport:
     plan: StepPlan
     loss_scale: float | None = None
     is_skipped: bool = False
+    side_losses: dict[str, Tensor] = field(default_factory=dict)
+    saved: SavedReport | None = None
 
 
 def train_step(
@@ -50,6 +54,7 @@ def train_step(
     model.module.train()
     model.gradients.zero()
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # sum of losses, tokens that count
+    sides = SideLosses(mesh)
     lift = _choose_lift(optimizer, config)
     for _ in range(plan.num_micro_batches):
         batch = feed.next()
@@ -58,13 +63,16 @@ def train_step(
             (loss_sum if lift == 1 else loss_sum * lift).backward()
             totals[0].add_(loss_sum.detach())
             totals[1].add_(batch.num_tokens)  # a scalar: a tensor made of it would wait for the device
+            sides.add(model, batch)
     with clock.phase(COMMUNICATION):
         sum_over(totals, mesh.dp_group)
         model.gradients.reduce()
+        side_losses = sides.reduce()
     with clock.phase(OPTIMIZER):
         num_tokens = totals[1].clamp(min=1) * lift
         grad_norm = model.gradients.norm() / num_tokens
-        report = StepReport(totals[0] / totals[1].clamp(min=1), grad_norm, plan)
+        loss, saved = totals[0] / totals[1].clamp(min=1), None if model.saved is None else model.saved.report
+        report = StepReport(loss, grad_norm, plan, side_losses=side_losses, saved=saved)
         if optimizer.scaler is not None:
             report = _judge(report, optimizer.scaler)
         if not report.is_skipped:

@@ -1,0 +1,66 @@
+"""What a device cannot do is refused in one sentence before a model is built; devices are values here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.pairs import write_pair
+from helpers.runs import TINY, run_tiny
+from megaflow.errors import ConfigError
+from megaflow_trainer.config import read_command
+from megaflow_trainer.config.checks import Device, check_device
+from megaflow_trainer.training import run as run_module
+from megaflow_trainer.training.preflight import refuse_device
+
+RUN = (*TINY, "--train-iters", "1", "--data-path", "x", "--bf16")
+NEEDS = "needs compute capability 8.9 or newer (Ada, Hopper, Blackwell), and"
+
+
+def check(flags: list[str], name: str, capability: tuple[int, int] | None) -> list[str]:
+    return check_device(read_command([*RUN, *flags], world_size=1)[0], Device(name, capability))
+
+
+@pytest.mark.parametrize(
+    "name, capability", [("Tesla V100", (7, 0)), ("NVIDIA A100", (8, 0)), ("NVIDIA RTX A6000", (8, 6))]
+)
+def test_fp8_on_an_old_gpu_is_refused_with_what_it_has(name: str, capability: tuple[int, int]) -> None:
+    has = f"{name} has {capability[0]}.{capability[1]}; use --bf16"
+    assert check(["--fp8-hybrid"], name, capability) == [f"fp8 (--fp8-hybrid) {NEEDS} {has}"]
+    assert check(["--fp8-format", "e4m3"], name, capability) == [f"fp8 (--fp8-e4m3) {NEEDS} {has}"]
+    assert check([], name, capability) == []
+
+
+def test_fp8_without_a_gpu_is_refused() -> None:
+    assert check(["--fp8-hybrid"], "cpu x86_64", None) == [
+        "fp8 (--fp8-hybrid) needs a GPU, and this run is on cpu x86_64; use --bf16"
+    ]
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
+def test_on_a_gpu_that_has_it_fp8_is_refused_for_this_version(capability: tuple[int, int]) -> None:
+    assert check(["--fp8-hybrid"], "NVIDIA H200", capability) == [
+        "fp8 (--fp8-hybrid): this version does not have fp8 products; use --bf16"
+    ]
+
+
+def test_the_device_is_asked_before_data_are_opened_or_a_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*args: object) -> None:
+        raise AssertionError("too late")
+
+    monkeypatch.setattr(run_module, "build_model", forbidden)
+    monkeypatch.setattr(run_module, "open_data", forbidden)
+    with pytest.raises(ConfigError, match=r"fp8 \(--fp8-hybrid\) needs a GPU, and this run is on cpu"):
+        run_tiny(write_pair(tmp_path / "d"), ["--train-iters", "1", "--bf16", "--fp8-hybrid"])
+
+
+def test_the_capability_is_that_of_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_command([*RUN, "--fp8-hybrid"], world_size=1)[0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0) if device.index else (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    with pytest.raises(ConfigError, match=r"and GPU 1 has 8\.0"):
+        refuse_device(config, torch.device("cuda", 1))

@@ -1,0 +1,238 @@
+"""What a forward keeps for backward, in bytes by formula, and what each part of a block costs to compute again.
+
+A block has two halves alike: a norm, a first part of matrix products, a core, and a last product whose input is all
+that backward needs of it. Computing a part again saves what it keeps; the last product is not run again, because
+nothing of its result is needed.
+
+Legend: h hidden, f ffn, n query heads, g key/value heads, d head dim, s sequence; bytes and FLOPs are per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from megaflow_trainer.config.arithmetic import count_seen
+from megaflow_trainer.config.sections import ModelConfig, RecomputeConfig
+
+_ELEMENTWISE = 8
+"""FLOPs an element of a norm or an activation function, roughly."""
+_KEPT_BYTES = {"none": 8, "bf16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """What the kernels of a device keep beyond their inputs."""
+
+    mask_bytes: int | None
+    """An element of a dropout mask; None: as wide as the activation."""
+    is_norm_fused: bool
+    """Whether RMSNorm is one kernel; otherwise its input and its result before the weight are kept in fp32."""
+    is_output_shared: bool
+    """Whether attention's result always has the layout that the projection reads, so that both keep one tensor;
+    otherwise only where queries are slices of the first product and no mask is given."""
+
+
+GPU = Kernels(mask_bytes=1, is_norm_fused=True, is_output_shared=True)
+CPU = Kernels(mask_bytes=None, is_norm_fused=False, is_output_shared=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Half:
+    """One half of a block: bytes that its parts keep, and FLOPs that computing them again takes."""
+
+    parts: tuple[str, str, str]
+    """Names of the core, of all but the norm, and of the norm, as `recompute.modules` spells them."""
+    input: float
+    norm: float
+    normed: float
+    before: float
+    core_input: float
+    core: float
+    mask: float
+    norm_flops: float
+    before_flops: float
+    core_flops: float
+
+    def count_kept(self, again: Collection[str]) -> float:
+        """Bytes kept when the named parts are computed again."""
+        core, whole, norm = (name in again for name in self.parts)
+        kept = (self.input if norm else self.norm) + (0 if whole and norm else self.normed) + self.mask
+        return kept + (0 if whole else self.core_input if core else self.before + self.core)
+
+    def count_flops(self, again: Collection[str]) -> float:
+        """FLOPs that computing the named parts again takes."""
+        core, whole, norm = (name in again for name in self.parts)
+        flops = (self.norm_flops if norm else 0) + (self.before_flops if whole else 0)
+        return flops + (self.core_flops if whole or core else 0)
+
+
+def describe_attention(model: ModelConfig, *, seq_len: int, item_bytes: int, kernels: Kernels) -> Half:
+    """The half of a block that attends."""
+    a, h, n = item_bytes, model.hidden_dim, model.num_heads
+    seen = count_seen(seq_len, min(seq_len, model.window or seq_len))
+    is_plain = not (model.is_latent or model.rotary_dim or model.qk_norm or model.window)
+    if model.is_latent:
+        before, before_flops, qk, v = _describe_latent(model, a, kernels)
+    else:
+        d, g = model.head_width, model.kv_heads
+        turned = (n + g) * d if model.rotary_dim or model.qk_norm else 0  # else the first product's own slices are kept
+        normed = _keep_norm(model, (n + g) * d, n + g, a, kernels, has_input=False) if model.qk_norm else 0
+        before, before_flops = a * ((n + 2 * g) * d + turned) + normed, 2.0 * h * (n + 2 * g) * d
+        qk = v = d
+    result = a * n * v * (1 if kernels.is_output_shared or is_plain else 2) + 4 * n
+    if model.attention == "math":
+        groups = 0 if model.kv_heads == n else 2 * a * n * qk
+        result = a * n * v + n * seq_len * (max(a, 4) + (a if a < 4 else 0)) + groups
+        result += n * seq_len * a if model.attention_dropout else 0
+    return Half(
+        parts=("attention_core", "attention", "attention_norm"),
+        before=before,
+        core_input=before,
+        core=result,
+        before_flops=before_flops,
+        core_flops=2.0 * seen * n * (qk + v),
+        **_describe_frame(model, a, kernels),
+    )
+
+
+def _describe_latent(model: ModelConfig, a: int, kernels: Kernels) -> tuple[float, float, int, int]:
+    """Bytes and FLOPs before the core of latent attention, and its head widths of queries and values."""
+    h, n, c, r = model.hidden_dim, model.num_heads, model.kv_latent_dim, model.qk_rotary_dim
+    qk, up = model.qk_dim + r, n * (model.qk_dim + model.v_dim)
+    latent = a * (c + r) + _keep_norm(model, c, 1, a, kernels, has_input=False) + a * c
+    flops = 2.0 * (h * (c + r) + c * up)
+    queries = model.q_latent_dim
+    if queries is None:
+        flops += 2.0 * h * n * qk
+    else:
+        latent += _keep_norm(model, queries, 1, a, kernels) + a * queries
+        flops += 2.0 * queries * (h + n * qk)
+    return latent + a * (up + 2 * n * qk), flops, qk, model.v_dim
+
+
+def describe_mlp(model: ModelConfig, *, item_bytes: int, kernels: Kernels) -> Half:
+    """The half of a block that feeds forward."""
+    a, h, f = item_bytes, model.hidden_dim, model.ffn_width
+    num_up = 2 if model.activation == "swiglu" else 1
+    num_kept = {"swiglu": 4, "gelu": 2, "squared_relu": 2}[model.activation]  # relu keeps its result, not its input
+    return Half(
+        parts=("mlp_activation", "mlp", "mlp_norm"),
+        before=0.0,
+        core_input=a * f * num_up,
+        core=a * f * num_kept,
+        before_flops=2.0 * h * f * num_up,
+        core_flops=float(_ELEMENTWISE * f),
+        **_describe_frame(model, a, kernels),
+    )
+
+
+def _describe_frame(model: ModelConfig, a: int, kernels: Kernels) -> dict[str, float]:
+    """What both halves have alike: the input, the norm with its result, the dropout mask."""
+    h = model.hidden_dim
+    return {
+        "input": a * h,
+        "norm": _keep_norm(model, h, 1, a, kernels),
+        "normed": a * h,
+        "mask": _keep_mask(model, a, kernels),
+        "norm_flops": float(_ELEMENTWISE * h),
+    }
+
+
+def _keep_mask(model: ModelConfig, a: int, kernels: Kernels) -> float:
+    return (kernels.mask_bytes or a) * model.hidden_dim if model.hidden_dropout else 0
+
+
+def _keep_norm(model: ModelConfig, width: int, rows: int, a: int, kernels: Kernels, *, has_input: bool = True) -> float:
+    """Bytes kept by a norm over `rows` vectors of `width` channels in all; its input may be kept by others already."""
+    wide = max(a, 4)
+    if model.norm == "LayerNorm":
+        return (a * width if has_input else 0) + 8 * rows
+    if kernels.is_norm_fused:
+        return (a * width if has_input else 0) + 4 * rows
+    return (wide * width if has_input or a < wide else 0) + wide * width + wide * rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activations:
+    """Bytes of activations of one micro-batch on a rank that holds the whole model."""
+
+    kept: int
+    """On the device between forward and backward."""
+    offloaded: int
+    """In the CPU's memory meanwhile."""
+    again: int
+    """The largest part that is computed again, which is on the device while backward passes through it."""
+
+    @property
+    def peak(self) -> int:
+        """On the device when backward is at its most demanding part."""
+        return self.kept + self.again
+
+
+def count_activation_bytes(
+    model: ModelConfig,
+    recompute: RecomputeConfig,
+    parts: Sequence[Collection[str]],
+    *,
+    seq_len: int,
+    micro_batch_size: int,
+    item_bytes: int,
+    kernels: Kernels = GPU,
+) -> Activations:
+    """What one micro-batch keeps for backward.
+
+    Args:
+        model: a shape with its vocabulary.
+        recompute: what is computed again, and how the rest is kept. Compression counts what is kept of the blocks at
+            its width; the loss is kept as it is.
+        parts: for each block what selective recompute computes again (`choose_parts` says it).
+        seq_len: tokens of a sample.
+        micro_batch_size: samples.
+        item_bytes: bytes of an activation: 8, 4 or 2.
+        kernels: of the device.
+    """
+    tokens = seq_len * micro_batch_size
+    attention = describe_attention(model, seq_len=seq_len, item_bytes=item_bytes, kernels=kernels)
+    mlp = describe_mlp(model, item_bytes=item_bytes, kernels=kernels)
+    blocks, again = _count_blocks(model, recompute, parts, attention, mlp)
+    ends = _keep_mask(model, item_bytes, kernels) + _count_outlet(model, item_bytes, kernels)
+    loss = (model.vocab_size or 0) * max(item_bytes, 4) * (1 + model.num_mtp_layers) + 16
+    further = model.num_mtp_layers * _count_further(model, item_bytes, kernels)
+    stream = (blocks + ends + further) * min(_KEPT_BYTES[recompute.compression], item_bytes) / item_bytes
+    kept, away = (loss, stream) if recompute.is_offloaded else (loss + stream, 0.0)
+    return Activations(kept=int(kept * tokens), offloaded=int(away * tokens), again=int(again * tokens))
+
+
+def _count_outlet(model: ModelConfig, a: int, kernels: Kernels) -> float:
+    """The last norm and its result."""
+    return _keep_norm(model, model.hidden_dim, 1, a, kernels) + a * model.hidden_dim
+
+
+def _count_further(model: ModelConfig, a: int, kernels: Kernels) -> float:
+    """One depth of multi-token prediction without its block: two norms, their results side by side, a norm and its."""
+    h = model.hidden_dim
+    shared = _keep_norm(model, h, 1, a, kernels, has_input=False)  # what it reads is kept by the norm before it
+    return shared + _keep_norm(model, h, 1, a, kernels) + 2 * a * h + _count_outlet(model, a, kernels)
+
+
+def _count_blocks(
+    model: ModelConfig, recompute: RecomputeConfig, parts: Sequence[Collection[str]], attention: Half, mlp: Half
+) -> tuple[float, float]:
+    """Bytes a token that the blocks keep, those of multi-token prediction last, and those of the largest part that is
+    computed again.
+    """
+    whole, count = attention.count_kept(()) + mlp.count_kept(()), model.num_layers + model.num_mtp_layers
+    if recompute.granularity == "full" and recompute.method == "block":
+        num_again = recompute.num_layers or count
+        return num_again * attention.input + (count - num_again) * whole, whole
+    if recompute.granularity == "full":
+        length = recompute.num_layers or 1
+        num_runs = -(-model.num_layers // length) + model.num_mtp_layers
+        return num_runs * attention.input, min(length, model.num_layers) * whole
+    if recompute.granularity == "none":
+        return count * whole, 0
+    all_parts = [*parts, *[parts[-1]] * model.num_mtp_layers]
+    kept = sum(half.count_kept(names) for names in all_parts for half in (attention, mlp))
+    saved = [half.count_kept(()) - half.count_kept(names) for names in all_parts for half in (attention, mlp)]
+    return kept, max(saved)
