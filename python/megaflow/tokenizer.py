@@ -46,7 +46,9 @@ class Tokenizer:
             TokenizerError: if it is no tokenizer; the message names the file and what was found in it.
         """
         core = _core.Tokenizer.load(Path(path))
-        return cls(core, GPT2 if len(core.files) == 2 else HUGGING_FACE)
+        if len(core.files) == 2:
+            return cls(core, TIKTOKEN if _has_ranks(core.files) else GPT2)
+        return cls(core, HUGGING_FACE)
 
     @classmethod
     def from_name(cls, name: str, *, revision: str | None = None) -> "Tokenizer":
@@ -220,5 +222,11 @@ class Tokenizer:
         return _load, (self.type, [str(path) for path in self._core.files])
 
 
+def _has_ranks(files: Sequence[StrPath]) -> bool:
+    """Whether the files of a tokenizer are tiktoken's: ranks, and beside them the split rule, which loading finds."""
+    return len(files) == 2 and Path(files[1]).name == "tiktoken_config.json"
+
+
 def _load(tokenizer_type: str, paths: list[str]) -> Tokenizer:
-    return Tokenizer(_core.Tokenizer.load(*(Path(path) for path in paths)), tokenizer_type)
+    named = paths[:1] if _has_ranks(paths) else paths
+    return Tokenizer(_core.Tokenizer.load(*(Path(path) for path in named)), tokenizer_type)
