@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -82,10 +83,6 @@ def see_step(flags: str) -> Any:
     scale = None if scaler is None else (scaler.scale, scaler.is_static, scaler.window, scaler.hysteresis)
     weights = {name: weight.float().sum().item() for name, weight in model.module.named_parameters()}
     return states, apart, scale, weights, model.gradients.buffer.dtype
-
-
-def see_config(flags: str) -> Any:
-    return configure(flags)
 
 
 @pytest.fixture(scope="module")
@@ -225,34 +222,33 @@ REFUSED = {
     "--context-parallel-size": ("2", "context parallelism"),
     "--expert-model-parallel-size": ("2", "expert parallelism"),
 }
-RUN = (
-    *(
-        "--data-path",
-        "--split",
-        "--seq-length",
-        "--num-workers",
-        "--prefetch",
-        "--eod-mask-loss",
-        "--clip-grad",
+OWN_TEST = {
+    **dict.fromkeys(
+        ("--data-path", "--init-from", "--load", "--grow"), "test_data_flags_that_name_other_data_or_load_weights"
     ),
-    *("--train-samples", "--eval-interval", "--eval-iters", "--save", "--load", "--save-interval", "--log-interval"),
-    *(
-        "--tf32",
-        "--run-dir",
-        "--run-name",
-        "--init-from",
-        "--grow",
-        "--tokenizer-type",
-        "--tokenizer-model",
-        "--vocab-file",
+    "--eod-mask-loss": "test_predictions_made_at_the_end_of_a_document_are_left_out",
+    **dict.fromkeys(
+        ("--tokenizer-model", "--vocab-file", "--vocab", "--merge-file"), "test_a_tokenizer_that_is_not_there_is_named"
     ),
-    *("--vocab", "--merge-file", "--dataloader-type", "--sequence-parallel", "--distributed-backend"),
-)
+    "--tokenizer-type": "test_an_unknown_tokenizer_type_is_named",
+    **dict.fromkeys(("--num-workers", "--prefetch"), "test_threads_and_prefetch_change_the_loader_and_not_the_samples"),
+    **dict.fromkeys(
+        ("--dataloader-type", "--sequence-parallel"), "test_a_flag_without_effect_here_says_so_and_changes_no_loss"
+    ),
+    "--distributed-backend": "test_the_backend_is_the_one_asked_for_where_a_gpu_is_at_hand",
+}
+"""Flags that one of the tests below observes by itself."""
 
 
 def test_every_flag_is_in_one_of_the_tables() -> None:
-    tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, RUN]
+    tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, SEEN, OWN_TEST]
     assert sorted(name for table in tables for name in table) == sorted(flag.name for flag in FLAGS)
+
+
+@pytest.mark.parametrize("flag", OWN_TEST)
+def test_a_flag_with_a_test_of_its_own_is_named_in_it(flag: str) -> None:
+    words = inspect.getsource(globals()[OWN_TEST[flag]]).replace('"', " ").replace("'", " ").split()
+    assert flag in words
 
 
 def compare(name: str, given: str | tuple[str, ...], see: Callable[[str], Any]) -> None:
@@ -266,8 +262,10 @@ def test_a_flag_that_changes_the_model(name: str) -> None:
     compare(name, MODEL[name], see_model)
 
 
-def test_a_preset_changes_the_model_and_a_backend_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    compare("--preset", MODEL["--preset"], see_config)
+def test_a_preset_changes_the_model_and_a_backend_the_kernel() -> None:
+    shape = configure("--preset llama3_8b --num-attention-heads 16").model
+    assert (shape.activation, shape.norm, shape.num_kv_heads, shape.rotary_base) == ("swiglu", "RMSNorm", 8, 500000.0)
+    assert (shape.num_layers, shape.hidden_dim) == (2, 32)  # those that other flags give
     kernel = build_model(configure("--attention-backend math"), one_rank()).module.blocks[0].attention.core  # type: ignore[index,union-attr]
     assert kernel.__name__ == "attend_math"
 
@@ -363,7 +361,8 @@ def test_data_flags_that_name_other_data_or_load_weights(
     assert [line[0] for line in resumed["curve"]] == [5, 6]
     with pytest.raises(MegaflowError, match="--grow keeps"):
         observe(prefix, tmp_path / "d", f"--num-layers 3 --init-from {tmp_path}/ckpt", capsys)
-    observe(prefix, tmp_path / "e", f"--num-layers 3 --init-from {tmp_path}/ckpt --grow", capsys)
+    grown = observe(prefix, tmp_path / "e", f"--num-layers 3 --init-from {tmp_path}/ckpt --grow", capsys)
+    assert "note: layers 2 to 2 keep their initial weights" in grown["said"]
 
 
 def test_predictions_made_at_the_end_of_a_document_are_left_out(

@@ -12,7 +12,14 @@ import torch
 
 from helpers.pairs import write_pair
 from helpers.runs import read_curve, read_metrics, read_tensors, run_tiny
+from helpers.saved import count_saved_bytes
+from megaflow_trainer.config.activations import GPU, count_activation_bytes
+from megaflow_trainer.config.sections import ModelConfig, RecomputeConfig
+from megaflow_trainer.model.gpt import build_gpt
+from megaflow_trainer.model.init import init_weights
+from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import attend_flash, attend_math
+from megaflow_trainer.parallel.apply import parallelize
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
 from megaflow_trainer.training.clock import COMPUTE, DATA_WAIT, Clock
 from megaflow_trainer.training.feed import Feed
@@ -103,3 +110,58 @@ def test_mfu_is_shown_on_a_known_gpu(tmp_path: Path) -> None:
     run_tiny(write_pair(tmp_path / "toy"), [*LENGTH, "--bf16", "--run-dir", str(tmp_path)], one_gpu())
     name = torch.cuda.get_device_name()
     assert ("mfu" in read_metrics(tmp_path)[0]) == any(known in name for known in ("A100", "H100", "H200", "B200"))
+
+
+LLAMA: dict[str, Any] = {
+    "norm": "RMSNorm",
+    "position_kind": "rope",
+    "activation": "swiglu",
+    "linear_bias": False,
+    "num_kv_heads": 2,
+    "tied_embeddings": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": LLAMA,
+    "qwen": {**LLAMA, "qk_norm": True},
+    "nemotron": {**LLAMA, "norm": "LayerNorm", "activation": "squared_relu"},
+}
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "cores", "attention", "everything"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_kept_bytes_by_formula_are_those_of_the_gpus_kernels(shape: dict[str, Any], mode: str) -> None:
+    base: dict[str, Any] = {"num_layers": 3, "hidden_dim": 256, "num_heads": 4, "max_positions": 512}
+    config = ModelConfig(**(base | {"vocab_size": 1000, "vocab_multiple": 8} | shape))
+    modes = {"cores": ("attention_core", "mlp_activation"), "attention": ("attention",)}
+    modes["everything"] = ("attention", "attention_norm", "mlp", "mlp_norm")
+    recompute = RecomputeConfig(
+        granularity=mode if mode in ("none", "full") else "selective",
+        method="uniform" if mode == "full" else None,
+        modules=modes.get(mode, ()),
+    )
+    device = torch.device("cuda", 0)
+    model = build_gpt(config, Sockets(), device=device, dtype=torch.bfloat16)
+    init_weights(model, config, seed=1)
+    wrapped = parallelize(model, one_gpu(), recompute=recompute)
+    tokens = torch.randint(1000, (2, 513), device=device)
+    found, _ = count_saved_bytes(model, lambda: wrapped(tokens[:, :-1], tokens[:, 1:]))
+    counted = count_activation_bytes(
+        config, recompute, [recompute.modules] * 3, seq_len=512, micro_batch_size=2, item_bytes=2, kernels=GPU
+    )
+    assert counted.kept == pytest.approx(found, rel=0.02)
+
+
+def test_offloaded_and_compressed_activations_leave_the_gpu(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "toy")
+    flags = [*LENGTH, "--bf16", "--hidden-size", "64", "--seq-length", "64"]
+    for name, extra in (("plain", []), ("away", ["--offload-activations"]), ("fp8", ["--compress-activations", "fp8"])):
+        run_tiny(prefix, [*flags, *extra, "--run-dir", str(tmp_path / name)], one_gpu())
+    plain, away, fp8 = (read_curve(tmp_path / name) for name in ("plain", "away", "fp8"))
+    assert [line[1] for line in away] == pytest.approx([line[1] for line in plain], abs=1e-3)
+    assert fp8[0][1] == pytest.approx(plain[0][1], abs=1e-3)
+    last = read_metrics(tmp_path / "fp8")[-1]
+    assert last["kept_bytes"] == last["saved_bytes"] / 2
+    assert 0 < last["saved_error"] < 4e-2

@@ -15,6 +15,7 @@ from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import ATTENTION, attend_math, attend_sdpa
 from megaflow_trainer.ops.registry import Need, choose
+from megaflow_trainer.parallel.data import MainGradients
 
 CPU = torch.device("cpu")
 
@@ -79,6 +80,18 @@ def test_the_block_is_the_textbook_one() -> None:
     x = x + apply("attention.proj", attend_math(*heads, dropout=0.0).transpose(1, 2).reshape(2, 16, 32))
     x = x + apply("mlp.down", F.gelu(apply("mlp.up", norm(x)), approximate="tanh"))
     torch.testing.assert_close(model.compute_logits(tokens), norm(x) @ weights["embedding.weight"].T)
+
+
+def test_a_tied_embedding_is_counted_once_in_the_norm() -> None:
+    model, tokens = make_model(), make_tokens()
+    gradients = MainGradients(model, None)
+    model(tokens[:, :-1], tokens[:, 1:]).sum().backward()
+    assert [main.name for main in gradients.parameters].count("embedding.weight") == 1
+    again = make_model()
+    loss = again(tokens[:, :-1], tokens[:, 1:]).sum()
+    grads = torch.autograd.grad(loss, list(again.parameters()))  # one entry a tensor, both uses of it summed
+    expected = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+    torch.testing.assert_close(gradients.norm(), expected)
 
 
 def test_an_untied_head_is_another_matrix() -> None:
