@@ -34,6 +34,10 @@ class FileAccessError(MegaflowError, OSError):
     """A file exists but cannot be read or written: permission, full disk, read error."""
 
 
+class OutputBusyError(FileAccessError):
+    """Another job is writing the same output."""
+
+
 class SampleIndexError(MegaflowError, IndexError):
     """A document or sample position lies outside the dataset."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaflow import _core
 from megaflow.errors import ConfigError, DataFormatError, MissingFileError
-from megaflow.preprocessing import PairReport, PreprocessReport
+from megaflow.preprocessing import PairReport, PreprocessOptions, PreprocessReport
 
 StrPath = str | os.PathLike[str]
 BytesProgress = Callable[[int, int], None]
@@ -78,7 +78,7 @@ def merge_pairs(
     reports: Sequence[PreprocessReport],
     total: Mapping[str, Any],
     *,
-    keys: Sequence[str],
+    options: PreprocessOptions,
     keep_parts: bool = False,
 ) -> PreprocessReport:
     """Merges what the parts of a job have written, key by key, and removes the parts.
@@ -87,15 +87,15 @@ def merge_pairs(
         prefix: output prefix of the whole job.
         reports: of the parts, in their order.
         total: fields of the whole job's report, but for pairs and rejects.
-        keys: of the job.
+        options: of the job.
         keep_parts: leave the parts where they are.
 
     Raises:
         As `merge`; the parts stay then.
     """
     pairs = []
-    for place, key in enumerate(keys):
-        merged = merge([report.pairs[place].prefix for report in reports], f"{prefix}_{key}_document")
+    for place, key in enumerate(options.json_keys):
+        merged = merge([report.pairs[place].prefix for report in reports], f"{prefix}_{key}_{options.level}")
         names = ("prefix", "dtype", "documents", "empty_documents", "sequences", "tokens")
         pairs.append(PairReport(**{name: getattr(merged, name) for name in names}))
     rejects = [Path(report.rejects_path) for report in reports if report.rejects_path is not None]

@@ -62,7 +62,7 @@ def run_partitions(
         )
         done.append(preprocess(several, settings, tokenizer=tokenizer))
     total = sum_reports(done, time.perf_counter() - start_s)
-    report = merge_pairs(str(prefix), done, total, keys=options.json_keys, keep_parts=keep_parts)
+    report = merge_pairs(str(prefix), done, total, options=options, keep_parts=keep_parts)
     if not keep_parts:
         shutil.rmtree(folder, ignore_errors=True)
     return report

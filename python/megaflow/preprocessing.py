@@ -13,6 +13,7 @@ from typing import Literal
 from megaflow import _core
 from megaflow.errors import ConfigError
 from megaflow.inputs import ArrowStream, CoreInput, Input, resolve_inputs
+from megaflow.sentences import splitter_for
 from megaflow.tokenizer import Tokenizer
 
 Progress = Callable[[int, int, int, int, int], None]
@@ -27,7 +28,8 @@ class PreprocessOptions:
     """What a job is to do. The defaults are those of `megaflow-preprocess`."""
 
     output_prefix: str | None = None
-    """The pairs are named PREFIX_KEY_document; by default the one input's name without its suffix."""
+    """The pairs are named PREFIX_KEY_document (with split_sentences PREFIX_KEY_sentence); by default the one input's
+    name without its suffix."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys (of tables: columns) that hold text; each makes a pair. A key with dots is a path, if none has that name."""
     input_format: Literal["auto", "jsonl", "text", "text-lines", "parquet", "arrow", "arrow-stream"] = "auto"
@@ -38,6 +40,12 @@ class PreprocessOptions:
     """Whether the end-of-document token is appended to each document."""
     eod_token: str | None = None
     """Text of the end-of-document token; by default the declared one, else the first known name."""
+    split_sentences: bool = False
+    """Whether each text is cut into sentences, a sequence each, by NLTK's Punkt; needs the extra `sentences`."""
+    keep_newlines: bool = False
+    """With split_sentences: whether the white space behind a sentence stays in it."""
+    language: str = "english"
+    """With split_sentences: the Punkt model."""
     empty_documents: Literal["boundary", "eod"] = "boundary"
     """What an empty document becomes: a boundary without a sequence, or just the end-of-document token."""
     on_bad_record: Literal["error", "skip"] = "error"
@@ -64,6 +72,11 @@ class PreprocessOptions:
     """(index, modulo): only lines whose number, from 0, leaves `index` divided by `modulo`: Megatron's partitions."""
     allow_no_documents: bool = False
     """Whether an input without documents gives an empty pair, as in Megatron, and not an error."""
+
+    @property
+    def level(self) -> str:
+        """What a pair's name ends with."""
+        return "sentence" if self.split_sentences else "document"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +177,9 @@ def run_job(
         "command": [argument.encode(errors="backslashreplace").decode() for argument in sys.argv],
         "tokenizer_type": tokenizer.type,
     }
-    report = _core.preprocess(settings, tokenizer._core, progress or _ignore)
+    with splitter_for(options) as splitter:
+        settings["sentences"] = splitter
+        report = _core.preprocess(settings, tokenizer._core, progress or _ignore)
     report["pairs"] = tuple(PairReport(**pair) for pair in report["pairs"])
     return PreprocessReport(
         **report,

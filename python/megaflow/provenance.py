@@ -53,23 +53,30 @@ def origin_of(sidecar: dict[str, Any] | None, document: int) -> Origin | None:
         return None
     source = sources[place]
     form = source.get("format", "jsonl")
-    found = source.get("range")
+    unit = _UNITS.get(form, "line" if form in ("jsonl", "text-lines") else "document")
+    number, found = _line(source, document - source["first_document"]), source.get("range")
+    if unit == "row" and found is not None:
+        number, found = number and number + found[0], None  # a range of rows says where it begins
     return Origin(
         path=source["path"],
         format=form,
-        unit=_UNITS.get(form, "line" if form in ("jsonl", "text-lines") else "document"),
-        number=_line(source, document - source["first_document"]),
+        unit=unit,
+        number=number,
         range=None if found is None or found[0] == 0 else (found[0], found[1]),
     )
 
 
 def _line(source: dict[str, Any], document: int) -> int | None:
-    """Line of the document with this number in its source: the lines without a document are stepped over."""
-    line = document + 1
+    """Line of the document with this number in its source: the lines without a document are stepped over.
+
+    Of a partition only its own lines count: every `modulo`-th of all inputs together.
+    """
+    index, modulo, before = source.get("every") or (0, 1, 0)
+    line = (index - before) % modulo + 1 + document * modulo
     for first, count in source["lines_without_document"]:
         if first > line:
             return line
-        line += count
+        line += count * modulo
     return line if source.get("lines_without_document_complete", True) else None
 
 

@@ -5,18 +5,22 @@ A shard is a run of the inputs in reading order, so the merged result is that of
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
-import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 from megaflow.errors import ConfigError
 from megaflow.inputs import CoreInput, Input, plan_shards, resolve_inputs
-from megaflow.preprocessing import PreprocessOptions, PreprocessReport, Progress, default_prefix, run_job
+from megaflow.preprocessing import PairReport, PreprocessOptions, PreprocessReport, Progress, default_prefix, run_job
 from megaflow.tokenizer import Tokenizer
 
-SHARDS_PER_NODE_CPU = 2
-"""Shards for each processor of a Ray cluster: a lost node then costs little, and each is worth its start."""
+_NO_INFLUENCE = ("output_prefix", "workers", "block_bytes", "restart", "journal_every_s", "allow_no_documents")
+"""Options that do not decide a shard's bytes."""
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -47,7 +51,8 @@ def preprocess_shard(
 ) -> PreprocessReport:
     """Does shard `index` of `num_shards`; every node of a job array calls it with its own index.
 
-    A shard that gets nothing (fewer pieces of input than shards) writes an empty pair.
+    A shard that gets nothing (fewer pieces of input than shards) writes an empty pair. One that is complete is not done
+    again.
 
     Raises:
         As `preprocess`.
@@ -55,51 +60,63 @@ def preprocess_shard(
     resolved = resolve_inputs(inputs, takes_text=options.input_format.startswith("text"))
     prefix = shard_prefix(options.output_prefix or default_prefix(inputs), index, num_shards)
     shard = plan_shards(resolved, options.input_format, num_shards)[index]
-    return run_job(shard, prefix, replace(options, allow_no_documents=True), tokenizer, progress)
+    return run_shard(shard, prefix, options, tokenizer, progress)
 
 
-def preprocess_on_ray(
-    inputs: Input | Sequence[Input],
+def run_shard(
+    shard: Sequence[CoreInput],
+    prefix: str,
     options: PreprocessOptions,
-    *,
     tokenizer: Tokenizer,
-    num_shards: int | None = None,
+    progress: Progress | None = None,
 ) -> PreprocessReport:
-    """Runs all shards as tasks of a Ray cluster and merges their results.
-
-    The inputs and the output must be reachable under the same names from every node. A task whose node is lost is run
-    again elsewhere and goes on from its journal.
+    """Does a shard, unless `PREFIX.done.json` says that it was done with the same inputs and settings.
 
     Raises:
-        ConfigError: if the package ray is missing.
-        Otherwise as `preprocess`; the first shard that fails stops the job.
+        As `preprocess`.
     """
+    name = _name_of(shard, options, tokenizer)
+    if not options.restart:
+        done = _done_before(prefix, name)
+        if done is not None:
+            return done
+    note = done_note(prefix)
+    note.unlink(missing_ok=True)
+    report = run_job(shard, prefix, replace(options, allow_no_documents=True), tokenizer, progress)
+    staged = note.with_name(f"{note.name}.new")
+    staged.write_text(json.dumps({"shard": name, "report": asdict(report)}))
+    staged.replace(note)
+    return report
+
+
+def done_note(prefix: str) -> Path:
+    """The file that says that the shard with this output prefix is complete."""
+    return Path(f"{prefix}.done.json")
+
+
+def _name_of(shard: Sequence[CoreInput], options: PreprocessOptions, tokenizer: Tokenizer) -> str:
+    """Digest of everything that decides a shard's bytes. Tables have no time of change: they are always read anew."""
+    places = [(kind, name, *_size_and_time(kind, name, source), place) for kind, name, source, place in shard]
+    settings = {field: repr(value) for field, value in asdict(options).items() if field not in _NO_INFLUENCE}
+    return hashlib.sha256(repr((places, sorted(settings.items()), tokenizer.fingerprint)).encode()).hexdigest()
+
+
+def _size_and_time(kind: str, name: str, source: Any) -> tuple[int, int]:
+    if kind == "file":
+        status = Path(name).stat()
+        return status.st_size, status.st_mtime_ns
+    return (source.size_bytes, 0) if kind == "remote" else (id(source), os.getpid())
+
+
+def _done_before(prefix: str, name: str) -> PreprocessReport | None:
     try:
-        import ray
-    except ImportError:
-        raise ConfigError("--executor ray needs the package ray: pip install 'megaflow[ray]'") from None
-    from megaflow.merging import merge_pairs, sum_reports
-
-    start_s = time.perf_counter()
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False)
-    resolved = resolve_inputs(inputs, takes_text=options.input_format.startswith("text"))
-    prefix = options.output_prefix or default_prefix(inputs)
-    if num_shards is None:
-        num_shards = max(1, int(ray.cluster_resources().get("CPU", 1)) * SHARDS_PER_NODE_CPU)
-    shards = plan_shards(resolved, options.input_format, num_shards)
-    task = ray.remote(num_cpus=options.workers, max_retries=8, retry_exceptions=False)(_run_shard)
-    settings = replace(options, allow_no_documents=True)
-    pending = [
-        task.remote(shard, shard_prefix(prefix, index, num_shards), settings, tokenizer)
-        for index, shard in enumerate(shards)
-    ]
-    reports: list[PreprocessReport] = ray.get(pending)
-    total = sum_reports(reports, time.perf_counter() - start_s)
-    return merge_pairs(prefix, reports, total, keys=options.json_keys)
-
-
-def _run_shard(
-    shard: list[CoreInput], prefix: str, options: PreprocessOptions, tokenizer: Tokenizer
-) -> PreprocessReport:
-    return run_job(shard, prefix, options, tokenizer)
+        saved = json.loads(done_note(prefix).read_text())
+        report = saved["report"] | {"pairs": tuple(PairReport(**pair) for pair in saved["report"]["pairs"])}
+        known = saved["shard"] == name
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    files = [f"{pair.prefix}{suffix}" for pair in report["pairs"] for suffix in (".bin", ".idx", ".json")]
+    if not known or not all(Path(file).is_file() for file in files):
+        return None
+    done = sum(pair.documents for pair in report["pairs"][:1])
+    return PreprocessReport(**report | {"resumed_documents": done, "wall_s": 0.0, "cpu_s": 0.0})

@@ -5,7 +5,7 @@ use megaflow_indexed::EncodedDocuments;
 use megaflow_source::{Block, Field, Outcome, ParseOptions, Reject, RejectReason, parse_block};
 use megaflow_tokenize::{EncodeOptions, Encoder, TokenizeError, Tokenizer};
 
-use crate::{EmptyDocuments, JobOptions, OnBadRecord};
+use crate::{BuildError, EmptyDocuments, JobOptions, OnBadRecord};
 
 /// What became of a block.
 #[derive(Debug, Default)]
@@ -65,8 +65,13 @@ impl<'a> BlockEncoder<'a> {
         })
     }
 
-    /// Parses and tokenizes a block; `lines_before` lines of earlier inputs count for partitions. Under policy `Error` it ends at the first bad record: nothing behind it is written.
-    pub(crate) fn encode(&mut self, block: &Block, lines_before: u64) -> EncodedBlock {
+    /// Parses and tokenizes a block; `lines_before` lines of earlier inputs count for partitions. Under policy `Error` it ends at
+    /// the first bad record: nothing behind it is written.
+    ///
+    /// # Errors
+    /// [`BuildError::Sentences`].
+    pub(crate) fn encode(&mut self, block: &Block, lines_before: u64) -> Result<EncodedBlock, BuildError> {
+        let mut failed = None;
         let (parse, every) = (self.parse, self.options.every);
         let hits_before = self.encoder.special_hits();
         let mut done = EncodedBlock { input_bytes: block.input_bytes, ..EncodedBlock::default() };
@@ -74,17 +79,20 @@ impl<'a> BlockEncoder<'a> {
         parse_block(block, parse, |place, raw, outcome| {
             let is_other = every.is_some_and(|(index, modulo)| (lines_before + place.number() - 1) % modulo != index);
             let reason = match outcome {
-                _ if is_other => {
-                    done.lines_without_document.push(place.number());
-                    return true;
-                }
+                _ if is_other => return true,
                 Outcome::Blank => {
                     done.lines_without_document.push(place.number());
                     return true;
                 }
                 Outcome::Record(fields) => {
                     done.text_bytes += text_bytes(&fields);
-                    self.encode_record(&fields, &mut done.documents).err()
+                    match self.sentences_of(fields) {
+                        Ok(fields) => self.encode_record(&fields, &mut done.documents).err(),
+                        Err(detail) => {
+                            failed = Some(BuildError::Sentences { detail });
+                            return false;
+                        }
+                    }
                 }
                 Outcome::Bad(reason) => Some(reason),
             };
@@ -96,7 +104,17 @@ impl<'a> BlockEncoder<'a> {
             done.rejects.is_empty() || !self.stop_at_reject
         });
         done.special_hits = self.encoder.special_hits() - hits_before;
-        done
+        failed.map_or(Ok(done), Err)
+    }
+
+    /// Texts cut into sentences, if that is asked for. Lists are taken as they are: sentences already.
+    fn sentences_of<'f>(&self, fields: Vec<Field<'f>>) -> Result<Vec<Field<'f>>, String> {
+        let Some(split) = &self.options.sentences else { return Ok(fields) };
+        let cut = |field| match field {
+            Field::Text(text) => Ok(Field::Texts(split.split(&text)?.into_iter().map(Into::into).collect())),
+            texts @ Field::Texts(_) => Ok(texts),
+        };
+        fields.into_iter().map(cut).collect()
     }
 
     /// All keys are encoded before any is stored, so that a bad record leaves nothing behind.

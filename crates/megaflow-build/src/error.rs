@@ -62,6 +62,12 @@ pub enum BuildError {
     /// A setting makes no sense.
     #[error("{0}")]
     Options(String),
+    /// What splits texts into sentences failed.
+    #[error("texts cannot be split into sentences: {detail}")]
+    Sentences {
+        /// What it said.
+        detail: String,
+    },
     /// A thread of the job panicked: a fault of megaflow.
     #[error("{}: block at record {record}: the tokenizer thread failed: {detail}; this is a fault of megaflow, please report it",
             .path.display())]
@@ -79,14 +85,22 @@ pub enum BuildError {
 }
 
 impl BuildError {
-    /// Whether the same command can go on where the job stopped: the cause lay outside of data and settings.
+    /// Whether a command can go on where the job stopped: the cause lay outside of data and settings, or is a bad record, which
+    /// the policy `Skip` passes over.
     pub(crate) fn is_resumable(&self) -> bool {
         matches!(
             self,
             Self::Interrupted
                 | Self::Source(SourceError::Io { .. } | SourceError::Missing { .. })
                 | Self::Write(WriteError::Io { .. } | WriteError::Busy { .. } | WriteError::NotOurs { .. })
+                | Self::BadRecord { .. }
                 | Self::OtherJob { .. }
+                | Self::Sentences { .. }
         )
+    }
+
+    /// Whether it came between two blocks, so that what is written is what was counted.
+    pub(crate) fn is_between_blocks(&self) -> bool {
+        matches!(self, Self::Interrupted | Self::Source(_) | Self::Sentences { .. })
     }
 }

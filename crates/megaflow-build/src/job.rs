@@ -35,9 +35,9 @@ struct Work {
 
 /// What reaches the writer, in the order of `place`.
 enum Event {
-    BeginSource { source: usize, format: Format, warning: Option<String> },
+    BeginSource { source: usize, format: Format, warning: Option<String>, lines_before: u64 },
     Block { source: usize, block: EncodedBlock, behind: Resume },
-    EndSource { source: usize, content: ContentHash, num_lines: u64 },
+    EndSource { source: usize, content: ContentHash, num_lines: u64, ends_at: u64 },
     Failed(BuildError),
 }
 
@@ -77,7 +77,7 @@ pub fn preprocess(
         let mut output = Output::new(options, dtype, &staging, journal, saved, bytes_total)?;
         let ran = run_threads(options, tokenizer, dtype, &mut output, progress);
         if let Err(error) = ran {
-            if error.is_resumable() {
+            if error.is_between_blocks() {
                 // The cause may well keep this from being saved; the last saved state then counts.
                 let _ = output.save();
             }
@@ -165,9 +165,11 @@ impl Reader<'_> {
         };
         let JobInput { source: input, range } = &self.options.inputs[source];
         let range = range.clone().unwrap_or(0..u64::MAX);
+        let range_start = range.start;
         let mut reader = SourceReader::open_range(input, &options, resume.as_ref(), range)?;
         let warning = reader.warning().map(str::to_owned);
-        if self.tell(Event::BeginSource { source, format: reader.format(), warning }).is_err() {
+        let lines_before = self.lines_before;
+        if self.tell(Event::BeginSource { source, format: reader.format(), warning, lines_before }).is_err() {
             return Ok(Err(Stopped));
         }
         loop {
@@ -182,9 +184,11 @@ impl Reader<'_> {
             }
             self.place += 1;
         }
-        let num_lines = reader.position().record - 1;
+        let (position, has_rows) = (reader.position(), reader.format().has_rows());
+        let ends_at = range_start.max(if has_rows { position.record - 1 } else { position.offset });
+        let num_lines = (position.record - 1).saturating_sub(if has_rows { range_start } else { 0 });
         self.lines_before += num_lines;
-        Ok(self.tell(Event::EndSource { source, content: reader.content(), num_lines }))
+        Ok(self.tell(Event::EndSource { source, content: reader.content(), num_lines, ends_at }))
     }
 
     fn tell(&mut self, event: Event) -> Result<(), Stopped> {
@@ -197,7 +201,8 @@ impl Reader<'_> {
 fn encode_all(mut encoder: BlockEncoder<'_>, inputs: &[JobInput], queue: &Receiver<Work>, done: &Sender<Placed>) {
     for Work { place, source, block, behind, lines_before } in queue {
         let event = match catch_unwind(AssertUnwindSafe(|| encoder.encode(&block, lines_before))) {
-            Ok(block) => Event::Block { source, block, behind },
+            Ok(Ok(block)) => Event::Block { source, block, behind },
+            Ok(Err(error)) => Event::Failed(error),
             Err(panic) => Event::Failed(BuildError::Panicked {
                 path: PathBuf::from(inputs[source].source.name()),
                 record: block.position.record,
@@ -242,9 +247,13 @@ fn write_in_order(
             next += 1;
             let frees_permit = matches!(event, Event::Block { .. } | Event::EndSource { .. });
             match event {
-                Event::BeginSource { source, format, warning } => output.begin_source(source, format, warning),
+                Event::BeginSource { source, format, warning, lines_before } => {
+                    output.begin_source(source, format, warning, lines_before);
+                }
                 Event::Block { source, block, behind } => output.take_block(source, &block, &behind)?,
-                Event::EndSource { source, content, num_lines } => output.end_source(source, &content, num_lines),
+                Event::EndSource { source, content, num_lines, ends_at } => {
+                    output.end_source(source, &content, num_lines, ends_at);
+                }
                 Event::Failed(error) => return Err(error),
             }
             if frees_permit {

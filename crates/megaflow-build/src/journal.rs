@@ -7,14 +7,17 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use megaflow_indexed::{PairState, SourceRecord, StagingFolder, WriteError, publish_file};
+use megaflow_indexed::{JOURNAL, PairState, SourceRecord, StagingFolder, WriteError, publish_file};
 use megaflow_source::{ContentHash, Position, Resume};
 use megaflow_tokenize::Tokenizer;
 use serde::{Deserialize, Serialize};
 
-use crate::{BuildError, JobOptions};
+use crate::{BuildError, JobOptions, OnBadRecord};
 
-const JOURNAL_VERSION: u32 = 1;
+const JOURNAL_VERSION: u32 = 2;
+/// The setting that says what a bad record does, and its values.
+const BAD_RECORDS: &str = "bad records";
+const POLICIES: [&str; 2] = ["stop the job", "are skipped"];
 
 /// Everything that decides the bytes of a job's result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,13 +57,18 @@ impl JobName {
             ("partition", format!("{:?}", options.every)),
             ("end of document", format!("{:?}", options.append_eod)),
             ("empty documents", format!("{:?}", options.empty_documents)),
-            ("bad records", format!("{:?}", options.on_bad_record)),
+            (BAD_RECORDS, POLICIES[usize::from(options.on_bad_record == OnBadRecord::Skip)].to_owned()),
             ("special tokens in text", format!("{:?}", options.encode.special_tokens_in_text)),
             ("added special tokens", options.encode.add_special_tokens.to_string()),
+            ("sentences", options.sentences.as_ref().map_or_else(|| "whole texts".to_owned(), |split| split.name())),
             ("tokenizer", tokenizer.fingerprint().to_owned()),
         ];
         let settings = settings.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
         Ok(Self { version: JOURNAL_VERSION, inputs, settings })
+    }
+
+    fn stopped_at_bad_records(&self) -> bool {
+        self.settings.get(BAD_RECORDS).is_some_and(|policy| policy == POLICIES[0])
     }
 
     /// The first difference between the job of a journal and this one, in words.
@@ -68,7 +76,11 @@ impl JobName {
         if self.version != now.version {
             return Some(format!("its journal has version {}, not {}", self.version, now.version));
         }
-        let changed = now.settings.iter().find(|(name, value)| self.settings.get(*name) != Some(value));
+        // A job that stopped at its first bad record goes on with a policy that skips it: nothing was skipped before.
+        let mends =
+            |name: &str, value: &str| name == BAD_RECORDS && value == POLICIES[1] && self.stopped_at_bad_records();
+        let changed =
+            now.settings.iter().find(|&(name, value)| self.settings.get(name) != Some(value) && !mends(name, value));
         if let Some((name, value)) = changed {
             let before = self.settings.get(name).map_or("not set", String::as_str);
             return Some(format!("{name} was {before} and is {value}"));
@@ -154,7 +166,7 @@ pub(crate) struct Journal {
 
 impl Journal {
     pub(crate) fn new(staging: &StagingFolder, job: JobName) -> Self {
-        Self { path: staging.path().join("journal.json"), job }
+        Self { path: staging.path().join(JOURNAL), job }
     }
 
     /// State of an interrupted job of this very name; `None` if there is no journal.

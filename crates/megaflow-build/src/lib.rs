@@ -17,6 +17,6 @@ mod shards;
 
 pub use error::BuildError;
 pub use job::preprocess;
-pub use options::{EmptyDocuments, JobInput, JobOptions, MAX_THREADS, OnBadRecord, Provenance};
+pub use options::{EmptyDocuments, JobInput, JobOptions, MAX_THREADS, OnBadRecord, Provenance, SplitSentences};
 pub use report::{Progress, Report};
 pub use shards::plan_shards;

@@ -1,5 +1,6 @@
 use std::ops::Range;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use megaflow_source::{Format, Source};
@@ -39,6 +40,18 @@ pub struct JobInput {
     pub range: Option<Range<u64>>,
 }
 
+/// Cuts a text into sentences, each a sequence of its own.
+pub trait SplitSentences: Send + Sync {
+    /// What it is, with everything that decides where it cuts.
+    fn name(&self) -> String;
+
+    /// The sentences of a text, in order. Called from several threads at once.
+    ///
+    /// # Errors
+    /// Why it cannot go on, in words: that stops the job.
+    fn split(&self, text: &str) -> Result<Vec<String>, String>;
+}
+
 /// What a job is to do.
 #[derive(Clone)]
 pub struct JobOptions {
@@ -50,7 +63,9 @@ pub struct JobOptions {
     pub replace_invalid_utf8: bool,
     /// Only every `modulo`-th line of all inputs together, beginning with number `index`: a partition as Megatron cuts them.
     pub every: Option<(u64, u64)>,
-    /// The pairs are named `PREFIX_KEY_document`.
+    /// Cuts each text into sentences; a list of strings is taken as it is.
+    pub sentences: Option<Arc<dyn SplitSentences>>,
+    /// The pairs are named `PREFIX_KEY_document`, or `PREFIX_KEY_sentence` where texts are cut.
     pub output_prefix: PathBuf,
     /// Keys of the records that hold text; a pair each.
     pub json_keys: Vec<String>,
@@ -136,7 +151,8 @@ impl JobOptions {
     /// Prefix of the pair of a key.
     pub(crate) fn pair_prefix(&self, key: &str) -> PathBuf {
         let mut name = self.output_prefix.as_os_str().to_owned();
-        name.push(format!("_{key}_document"));
+        let level = if self.sentences.is_some() { "sentence" } else { "document" };
+        name.push(format!("_{key}_{level}"));
         PathBuf::from(name)
     }
 }

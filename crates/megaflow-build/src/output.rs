@@ -14,10 +14,26 @@ use megaflow_tokenize::{SpecialTokensInText, Tokenizer};
 use crate::encode::EncodedBlock;
 use crate::journal::{Journal, SavedResume, State};
 use crate::rejects::RejectsWriter;
-use crate::{BuildError, JobOptions, OnBadRecord, Progress, Report};
+use crate::{BuildError, JobInput, JobOptions, OnBadRecord, Progress, Report};
 
 /// Runs of lines without a document that a sidecar names; behind them it says that the list is not complete.
 const MAX_RUNS: usize = 1 << 16;
+
+/// How the lines or rows of a source are numbered in its runs.
+struct Numbering {
+    /// Rows of the file before the range.
+    rows_before: u64,
+    /// From one line of a partition to the next.
+    step: u64,
+}
+
+impl Numbering {
+    fn new(record: &SourceRecord, input: &JobInput) -> Self {
+        let has_rows = Format::from_name(&record.format).is_some_and(Format::has_rows);
+        let rows_before = input.range.as_ref().filter(|_| has_rows).map_or(0, |range| range.start);
+        Self { rows_before, step: record.every.map_or(1, |[_, modulo, _]| modulo) }
+    }
+}
 
 /// The files of a job under their staging names.
 pub(crate) struct Output<'a> {
@@ -81,7 +97,7 @@ impl<'a> Output<'a> {
     }
 
     /// An input was opened.
-    pub(crate) fn begin_source(&mut self, source: usize, format: Format, warning: Option<String>) {
+    pub(crate) fn begin_source(&mut self, source: usize, format: Format, warning: Option<String>, lines_before: u64) {
         if self.state.sources.len() > source {
             return; // begun by the job that was interrupted
         }
@@ -92,6 +108,8 @@ impl<'a> Output<'a> {
             path: input.source.name().display().to_string(),
             format: format.name().to_owned(),
             range: input.range.as_ref().map(|range| [range.start, range.end]),
+            ends_input: input.range.as_ref().is_none_or(|range| range.end == u64::MAX),
+            every: self.options.every.map(|(index, modulo)| [index, modulo, lines_before]),
             hashed: if is_footer { "last MiB" } else { "all" }.to_owned(),
             first_document,
             lines_without_document_complete: true,
@@ -100,9 +118,12 @@ impl<'a> Output<'a> {
         self.state.counts.warnings.extend(warning);
     }
 
-    /// An input was read to its end.
-    pub(crate) fn end_source(&mut self, source: usize, content: &ContentHash, num_lines: u64) {
+    /// An input was read to its end, which is at byte or row `ends_at`.
+    pub(crate) fn end_source(&mut self, source: usize, content: &ContentHash, num_lines: u64, ends_at: u64) {
         let record = &mut self.state.sources[source];
+        if let (Some(range), true) = (&mut record.range, record.ends_input) {
+            range[1] = ends_at;
+        }
         record.content = FileRecord {
             bytes: content.bytes,
             block_bytes: HASH_BLOCK_BYTES,
@@ -128,14 +149,16 @@ impl<'a> Output<'a> {
             self.take_reject(source, reject)?;
         }
         let record = &mut self.state.sources[source];
+        let own = Numbering::new(record, &self.options.inputs[source]);
         record.num_records += block.records;
         record.num_rejected += block.rejects.len() as u64;
         record.num_documents += block.records - block.rejects.len() as u64;
         for &line in &block.lines_without_document {
             let runs = &mut record.lines_without_document;
             let is_full = runs.len() >= MAX_RUNS;
+            let line = line - own.rows_before;
             match runs.last_mut() {
-                Some([first, count]) if *first + *count == line => *count += 1,
+                Some([first, count]) if *first + *count * own.step == line => *count += 1,
                 _ if is_full => record.lines_without_document_complete = false,
                 _ => runs.push([line, 1]),
             }
@@ -286,6 +309,7 @@ fn sidecar(
         num_empty_documents: pair.counts.empty_documents,
         num_sequences: pair.counts.sequences,
         num_tokens: pair.counts.tokens,
+        sentences: options.sentences.as_ref().map(|split| split.name()),
         tokenizer: Some(tokenizer.clone()),
         sources: sources.to_vec(),
         bin: pair.bin.clone(),

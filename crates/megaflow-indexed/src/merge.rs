@@ -342,6 +342,7 @@ fn merged_sidecar(parts: &[Part], pair: &StagedPair, options: &MergeOptions) -> 
         num_empty_documents: pair.counts.empty_documents,
         num_sequences: pair.counts.sequences,
         num_tokens: pair.counts.tokens,
+        sentences: sidecars().find_map(|sidecar| sidecar.sentences.clone()),
         tokenizer,
         sources: concatenate_sources(sidecars()),
         bin: pair.bin.clone(),

@@ -33,6 +33,9 @@ pub struct Sidecar {
     pub num_sequences: u64,
     /// Tokens, end-of-document tokens included.
     pub num_tokens: u64,
+    /// What split the texts into sentences, a sequence each, if they were split.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sentences: Option<String>,
     /// What turned the text into tokens; `None` if nobody said so.
     pub tokenizer: Option<TokenizerRecord>,
     /// The inputs, in the order in which they were read.
@@ -87,8 +90,15 @@ pub struct SourceRecord {
     pub path: String,
     /// `jsonl`, `parquet` and so on.
     pub format: String,
-    /// For a shard that read only the lines that begin in a range of bytes: the range.
+    /// For a shard that read only the lines that begin in a range of bytes, or a range of rows (from 0): the range.
     pub range: Option<[u64; 2]>,
+    /// Whether the range ends where the input ends.
+    #[serde(default)]
+    pub ends_input: bool,
+    /// For a partition: `[index, modulo, lines of the inputs before]`. Its lines are those whose number among all inputs, from
+    /// 0, leaves `index` divided by `modulo`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub every: Option<[u64; 3]>,
     /// Size and hashes of what was read of it.
     pub content: FileRecord,
     /// What the hashes cover: `all`, or `last MiB` for Parquet and Arrow files, whose footer names all else.
@@ -103,8 +113,8 @@ pub struct SourceRecord {
     pub first_document: u64,
     /// Records that became no document.
     pub num_rejected: u64,
-    /// Lines or rows without a document (blank or rejected) as runs of `[first, count]`, counted from 1: with it, the line of a
-    /// document follows from its number.
+    /// Lines or rows without a document (blank or rejected) as runs of `[first, count]`, counted from 1 where the range begins:
+    /// with it, the line of a document follows from its number. Of a partition, only its own lines count.
     pub lines_without_document: Vec<[u64; 2]>,
     /// Whether the runs are all there are; a source with very many names the first ones only.
     pub lines_without_document_complete: bool,
@@ -201,7 +211,8 @@ impl SourceRecord {
         }
         self.lines_without_document_complete &= next.lines_without_document_complete;
         // All ranges of a file together are the file.
-        self.range = Some([range[0], next_range[1]]).filter(|joined| *joined != [0, u64::MAX]);
+        self.ends_input = next.ends_input;
+        self.range = Some([range[0], next_range[1]]).filter(|joined| joined[0] > 0 || !next.ends_input);
         self.num_lines += next.num_lines;
         self.num_records += next.num_records;
         self.num_documents += next.num_documents;
@@ -260,7 +271,7 @@ mod tests {
     #[test]
     fn all_ranges_of_a_file_are_the_file() {
         let mut first = range([0, 64], 5, &[], 64);
-        let last = SourceRecord { range: Some([64, u64::MAX]), ..range([64, 100], 4, &[], 64) };
+        let last = SourceRecord { ends_input: true, ..range([64, 100], 4, &[], 64) };
         assert!(first.join(&last));
         assert_eq!((first.range, first.num_lines), (None, 9));
     }

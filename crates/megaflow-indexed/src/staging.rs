@@ -32,6 +32,16 @@ pub enum WriteError {
         /// The staging folder.
         path: PathBuf,
     },
+    /// A job that was interrupted has left its work.
+    #[error(
+        "{}: holds what an interrupted preprocessing job has done; finish that job, remove the folder, \
+         or choose another --output-prefix",
+        .path.display()
+    )]
+    Unfinished {
+        /// The staging folder.
+        path: PathBuf,
+    },
     /// A sequence has more tokens than the index can say.
     #[error("a sequence of {tokens} tokens is longer than the {} that an .idx can hold; split the document", i32::MAX)]
     SequenceTooLong {
@@ -47,6 +57,9 @@ pub enum WriteError {
         dtype: TokenDtype,
     },
 }
+
+/// Name of a job's journal in its staging folder.
+pub const JOURNAL: &str = "journal.json";
 
 pub(crate) fn io_error(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> WriteError {
     let path = path.to_owned();
@@ -66,12 +79,16 @@ pub struct StagingFolder {
 }
 
 impl StagingFolder {
-    /// Makes and locks `PREFIX.partial`, and empties what a killed job left there.
+    /// Makes and locks `PREFIX.partial`, and empties what a killed command left there that cannot go on.
     ///
     /// # Errors
-    /// As `open`.
+    /// As `open`; [`WriteError::Unfinished`] if a job left its journal there.
     pub fn create(prefix: &Path) -> Result<Self, WriteError> {
-        let staging = Self::open(prefix)?;
+        let mut staging = Self::open(prefix)?;
+        if staging.path.join(JOURNAL).exists() {
+            staging.set_keep(true);
+            return Err(WriteError::Unfinished { path: staging.path.clone() });
+        }
         staging.clear()?;
         Ok(staging)
     }

@@ -61,6 +61,7 @@ fn source_class(error: &SourceError) -> &'static str {
 pub(crate) fn write_class(error: &WriteError) -> &'static str {
     match error {
         WriteError::SequenceTooLong { .. } | WriteError::IdTooLarge { .. } => "DataFormatError",
+        WriteError::Busy { .. } => "OutputBusyError",
         _ => "FileAccessError",
     }
 }
@@ -74,7 +75,7 @@ impl IntoPyErr for BuildError {
             Self::Tokenize(_) => "TokenizerError",
             Self::BadRecord { .. } | Self::TooManyBadRecords { .. } => "DataFormatError",
             Self::NoDocuments { .. } => "NoDocumentsError",
-            Self::Options(_) => "ConfigError",
+            Self::Options(_) | Self::Sentences { .. } => "ConfigError",
             Self::OtherJob { .. } => "CheckpointError",
             _ => "MegaflowError",
         };

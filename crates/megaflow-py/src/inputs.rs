@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use arrow_array::ffi_stream::{ArrowArrayStreamReader, FFI_ArrowArrayStream};
+use megaflow_build::SplitSentences;
 use megaflow_source::{RandomAccess, Source};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyCapsule};
@@ -24,6 +25,27 @@ pub(crate) fn source_of(kind: &str, name: &Path, object: Option<&Bound<'_, PyAny
         ("remote", Some(object)) => Ok(Source::remote(name_path, Arc::new(RemoteObject::new(object)?))),
         ("arrow", Some(object)) => Ok(Source::batches(name_path, Box::new(arrow_stream(object)?))),
         _ => Err(error("ConfigError", format!("{}: an input of unknown kind {kind:?}", name.display()))),
+    }
+}
+
+/// A Python object with `name` and `split(text)`, which may be called from several threads at once.
+struct SentenceSplitter {
+    object: Py<PyAny>,
+    name: String,
+}
+
+pub(crate) fn sentence_splitter(object: &Bound<'_, PyAny>) -> PyResult<Arc<dyn SplitSentences>> {
+    Ok(Arc::new(SentenceSplitter { object: object.clone().unbind(), name: object.getattr("name")?.extract()? }))
+}
+
+impl SplitSentences for SentenceSplitter {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn split(&self, text: &str) -> Result<Vec<String>, String> {
+        let split = |py: Python<'_>| self.object.bind(py).call_method1("split", (text,))?.extract();
+        Python::attach(split).map_err(|error: PyErr| Python::attach(|py| error.value(py).to_string()))
     }
 }
 

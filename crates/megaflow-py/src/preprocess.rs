@@ -16,7 +16,7 @@ use pyo3::types::PyDict;
 
 use crate::errors::{IntoPyErr, error};
 use crate::gil::WithoutGil;
-use crate::inputs::source_of;
+use crate::inputs::{sentence_splitter, source_of};
 use crate::tokenizer::{PyTokenizer, special_policy};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -55,6 +55,7 @@ struct Settings<'py> {
     allow_no_documents: bool,
     command: Vec<String>,
     tokenizer_type: String,
+    sentences: Option<Bound<'py, PyAny>>,
 }
 
 /// The files that names, folders, patterns and lists lead to, in reading order.
@@ -158,6 +159,7 @@ fn job_options(settings: Settings<'_>, tokenizer: &PyTokenizer) -> PyResult<JobO
         format: format_of(&settings.input_format)?,
         replace_invalid_utf8: replaces,
         every: settings.every,
+        sentences: settings.sentences.as_ref().map(sentence_splitter).transpose()?,
         output_prefix: settings.output_prefix,
         json_keys: settings.json_keys,
         append_eod: eod.as_ref().map(|(_, id)| *id).filter(|_| settings.append_eod),

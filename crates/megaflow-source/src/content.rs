@@ -53,6 +53,11 @@ impl Format {
         matches!(self, Self::JsonLines | Self::TextLines)
     }
 
+    /// Whether records are rows of a table.
+    pub fn has_rows(self) -> bool {
+        matches!(self, Self::Parquet | Self::ArrowFile | Self::ArrowStream)
+    }
+
     /// Format by its name; `None` for `auto` and for names that are not known.
     pub fn from_name(name: &str) -> Option<Self> {
         let all = [Self::JsonLines, Self::Text, Self::TextLines, Self::Parquet, Self::ArrowFile, Self::ArrowStream];

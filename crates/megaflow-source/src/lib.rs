@@ -16,6 +16,7 @@ mod lines;
 mod record;
 mod rows;
 mod source;
+mod strings_as_bytes;
 
 pub use access::{ContentHash, HASH_BLOCK_BYTES, RandomAccess};
 pub use block::{Block, BlockBody, Keys, Place, Position};

@@ -2,6 +2,7 @@
 
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,13 +11,15 @@ use arrow_ipc::reader::{FileReader, StreamReader};
 use arrow_schema::{ArrowError, Schema};
 use bytes::Bytes;
 use parquet::arrow::ProjectionMask;
-use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReaderBuilder};
+use parquet::errors::ParquetError;
 use parquet::file::reader::{ChunkReader, Length};
 
 use crate::access::{ContentHash, RandomAccess, tail_hash};
 use crate::block::{Block, BlockBody, Keys, Position};
 use crate::columns::TextColumn;
 use crate::decode::Decoded;
+use crate::strings_as_bytes::strings_as_bytes;
 use crate::{Cut, Format, SourceError};
 
 const READ_BYTES: usize = 1 << 20;
@@ -55,8 +58,8 @@ enum Content {
 impl RowReader {
     /// Where a Parquet file can be cut: between its row groups.
     pub(crate) fn parquet_cuts(path: &Path, access: Arc<dyn RandomAccess>) -> Result<Vec<Cut>, SourceError> {
-        let opened = ParquetRecordBatchReaderBuilder::try_new(Chunks(access));
-        let builder = opened.map_err(|error| damaged(path, Format::Parquet, 0, error.to_string()))?;
+        let builder = guarded(|| ParquetRecordBatchReaderBuilder::try_new(Chunks(access)))
+            .map_err(|detail| damaged(path, Format::Parquet, 0, detail))?;
         let (mut row, mut bytes, mut cuts) = (0_u64, 0_u64, Vec::new());
         for group in builder.metadata().row_groups() {
             if row > 0 {
@@ -78,8 +81,13 @@ impl RowReader {
     ) -> Result<Self, SourceError> {
         let content = footer_content(&path, access.as_ref())?;
         let damaged = |detail: String| damaged(&path, Format::Parquet, 0, detail);
-        let builder =
-            ParquetRecordBatchReaderBuilder::try_new(Chunks(access)).map_err(|error| damaged(error.to_string()))?;
+        let builder = guarded(|| {
+            let input = Chunks(access);
+            let as_written = ArrowReaderMetadata::load(&input, ArrowReaderOptions::new())?;
+            let metadata = strings_as_bytes(as_written.metadata())?;
+            Ok::<_, ParquetError>(ParquetRecordBatchReaderBuilder::new_with_metadata(input, metadata))
+        })
+        .map_err(damaged)?;
         let roots: Vec<usize> = root_columns(builder.schema(), &keys, &path)?;
         let mask = ProjectionMask::roots(builder.parquet_schema(), roots);
         let num_rows: i64 = builder.metadata().file_metadata().num_rows();
@@ -98,8 +106,7 @@ impl RowReader {
         let skipped = usize::try_from(begin).unwrap_or(usize::MAX);
         let limit = usize::try_from(end.saturating_sub(begin)).unwrap_or(usize::MAX);
         let builder = builder.with_projection(mask).with_batch_size(batch_rows);
-        let reader = builder.with_offset(skipped).with_limit(limit).build();
-        let batches = reader.map_err(|error| damaged(error.to_string()))?;
+        let batches = guarded(|| builder.with_offset(skipped).with_limit(limit).build()).map_err(damaged)?;
         let mut rows = Self::new(path, Format::Parquet, keys, block_bytes, Box::new(batches), Content::Known(content));
         rows.num_rows = Some(num_rows);
         rows.position.record += skipped as u64;
@@ -116,8 +123,8 @@ impl RowReader {
     ) -> Result<Self, SourceError> {
         let content = footer_content(&path, access.as_ref())?;
         let cursor = BufReader::with_capacity(READ_BYTES, Cursor { access, offset: 0 });
-        let open = |projection| FileReader::try_new(cursor, projection);
-        let reader = open(None).map_err(|error| damaged(&path, Format::ArrowFile, 0, error.to_string()))?;
+        let reader = guarded(|| FileReader::try_new(cursor, None))
+            .map_err(|detail| damaged(&path, Format::ArrowFile, 0, detail))?;
         root_columns(&reader.schema(), &keys, &path)?;
         let mut rows = Self::new(path, Format::ArrowFile, keys, block_bytes, Box::new(reader), Content::Known(content));
         rows.skip = skip;
@@ -134,8 +141,8 @@ impl RowReader {
         skip: u64,
     ) -> Result<Self, SourceError> {
         let stream = SharedStream(Arc::new(Mutex::new(io::Cursor::new(head).chain(decoded))));
-        let reader = StreamReader::try_new(stream.clone(), None)
-            .map_err(|error| damaged(&path, Format::ArrowStream, 0, error.to_string()))?;
+        let reader = guarded(|| StreamReader::try_new(stream.clone(), None))
+            .map_err(|detail| damaged(&path, Format::ArrowStream, 0, detail))?;
         root_columns(&reader.schema(), &keys, &path)?;
         let content = Content::Counted(stream);
         let mut rows = Self::new(path, Format::ArrowStream, keys, block_bytes, Box::new(reader), content);
@@ -208,12 +215,10 @@ impl RowReader {
                 return Ok(Some(block));
             }
             self.next_in_batch = 0;
-            self.batch = match self.batches.next() {
-                None => return Ok(None),
-                Some(Ok(batch)) => Some(batch),
-                Some(Err(error)) => {
-                    return Err(damaged(&self.path, self.format, self.position.record - 1, error.to_string()));
-                }
+            self.batch = match guarded(|| self.batches.next().transpose()) {
+                Ok(None) => return Ok(None),
+                Ok(batch) => batch,
+                Err(detail) => return Err(damaged(&self.path, self.format, self.position.record - 1, detail)),
             };
         }
     }
@@ -239,6 +244,18 @@ impl RowReader {
         };
         block.input_bytes = done.saturating_sub(self.told_bytes);
         self.told_bytes = done;
+    }
+}
+
+/// Runs a reader of damaged data: its errors in words, and so its panics, which the readers of tables do not all avoid.
+fn guarded<T, E: std::fmt::Display>(read: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
+    match catch_unwind(AssertUnwindSafe(read)) {
+        Ok(done) => done.map_err(|error| error.to_string()),
+        Err(panic) => {
+            let words = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+            let words = words.or_else(|| panic.downcast_ref::<String>().cloned());
+            Err(format!("its reader gave up: {}", words.unwrap_or_else(|| "no reason given".to_owned())))
+        }
     }
 }
 

@@ -132,6 +132,15 @@ def _add_documents(parser: Parser, megatron_defaults: bool) -> None:
         help=f"what text that spells a special token becomes (default: {policy})",
     )
     group.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="cut each text into sentences, a sequence each: PREFIX_KEY_sentence",
+    )
+    group.add_argument(
+        "--keep-newlines", action="store_true", help="with --split-sentences: keep the white space behind a sentence"
+    )
+    group.add_argument("--lang", default="english", metavar="NAME", help="with --split-sentences: NLTK's Punkt model")
+    group.add_argument(
         "--on-bad-record",
         choices=("error", "skip"),
         default="error",
@@ -176,7 +185,6 @@ def _add_job(parser: Parser) -> None:
         help="Megatron's order of documents: lines 0, P, 2P ..., then 1, P+1 ..., unless --keep-sequential-samples",
     )
     group.add_argument("--keep-sequential-samples", action="store_true", help="documents keep the order of the input")
-    group.add_argument("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--version", action="version", version=f"megaflow {__version__}")
 
 
@@ -190,7 +198,10 @@ def _add_no_effect(parser: Parser) -> None:
 
 def notes_on(arguments: argparse.Namespace) -> list[str]:
     """A line for each argument that was accepted and means nothing."""
-    return [f"no effect: {text}" for name, text in _NO_EFFECT.items() if getattr(arguments, name)]
+    notes = [f"no effect: {text}" for name, text in _NO_EFFECT.items() if getattr(arguments, name)]
+    if arguments.keep_newlines and not arguments.split_sentences:
+        notes.append("no effect: --keep-newlines without --split-sentences")
+    return notes
 
 
 def options_of(arguments: argparse.Namespace) -> tuple[list[str], PreprocessOptions]:
@@ -201,8 +212,6 @@ def options_of(arguments: argparse.Namespace) -> tuple[list[str], PreprocessOpti
     """
     if arguments.partitions < 1:
         raise ConfigError(f"--partitions must be at least 1, got {arguments.partitions}")
-    if arguments.split_sentences:
-        raise ConfigError("--split-sentences is not available; a list of strings as text gives one sequence for each")
     if arguments.resume and arguments.restart:
         raise ConfigError("--resume and --restart contradict each other")
     if arguments.max_bad_records is not None and arguments.on_bad_record != "skip":
@@ -231,6 +240,9 @@ def options_of(arguments: argparse.Namespace) -> tuple[list[str], PreprocessOpti
         append_eod=arguments.append_eod,
         eod_token=arguments.eod_token,
         empty_documents=arguments.empty_documents,
+        split_sentences=arguments.split_sentences,
+        keep_newlines=arguments.keep_newlines,
+        language=arguments.lang,
         on_bad_record=arguments.on_bad_record,
         max_bad_records=arguments.max_bad_records,
         special_tokens_in_text=arguments.special_tokens_in_text,

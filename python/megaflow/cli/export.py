@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from megaflow.cli import exit_codes
-from megaflow.cli.options import add_tokenizer, build_parser, named_tokenizer, plural
+from megaflow.cli.options import add_tokenizer, build_parser, named_tokenizer, plural, show_counts
 from megaflow.exporting import export
 from megaflow.indexed import resolve_prefix
 
@@ -31,9 +31,11 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow export
         add_tokenizer(parser)
         parsed = parser.parse(arguments)
         output = parsed.output or f"{resolve_prefix(parsed.prefix)}.{parsed.to}"
-        documents = export(
-            parsed.prefix, output, to=parsed.to, content=parsed.content or "text", tokenizer=named_tokenizer(parsed)
-        )
+        tokenizer, content = named_tokenizer(parsed), parsed.content or "text"
+        with show_counts("exporting", "documents") as progress:
+            documents = export(
+                parsed.prefix, output, to=parsed.to, content=content, tokenizer=tokenizer, progress=progress
+            )
         print(f"{output}: {plural(documents, 'document')}", file=sys.stderr if output == "-" else sys.stdout)
 
     return exit_codes.run(prog, command)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from megaflow.cli import exit_codes
-from megaflow.cli.options import add_json, add_tokenizer, build_parser, named_tokenizer, print_json
+from megaflow.cli.options import add_json, add_tokenizer, build_parser, named_tokenizer, print_json, show_counts
 from megaflow.importing import default_output, import_tokens
 
 
@@ -37,13 +37,16 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow import
         add_tokenizer(parser)
         add_json(parser)
         parsed = parser.parse(arguments)
-        report = import_tokens(
-            parsed.inputs,
-            parsed.output_prefix or default_output(parsed.inputs),
-            from_format=parsed.from_format,
-            eod_id=parsed.eod_id,
-            tokenizer=named_tokenizer(parsed),
-        )
+        tokenizer = named_tokenizer(parsed)
+        with show_counts("importing", "tokens") as progress:
+            report = import_tokens(
+                parsed.inputs,
+                parsed.output_prefix or default_output(parsed.inputs),
+                from_format=parsed.from_format,
+                eod_id=parsed.eod_id,
+                tokenizer=tokenizer,
+                progress=progress,
+            )
         for note in report.notes:
             print(f"{prog}: {note}", file=sys.stderr)
         if parsed.json:

@@ -73,27 +73,52 @@ def plural(count: int, word: str) -> str:
 @contextmanager
 def show_bytes(word: str) -> Iterator[Callable[[int, int], None]]:
     """Progress on standard error: a bar on a terminal, plain lines elsewhere, nothing for short work."""
+    from rich.progress import DownloadColumn, TransferSpeedColumn
+
+    with _bar_or_lines(_PlainLines(word, _bytes_in_words), word, DownloadColumn(), TransferSpeedColumn()) as progress:
+        yield progress
+
+
+@contextmanager
+def show_counts(word: str, what: str) -> Iterator[Callable[[int, int], None]]:
+    """The same for work that is counted in `what`, such as documents."""
+    from rich.progress import TextColumn
+
+    def in_words(done: int, rate: float) -> str:
+        return f"{done:,} {what}, {rate:,.0f} {what}/s"
+
+    counts = TextColumn("{task.completed:,.0f} of {task.total:,.0f} " + what)
+    with _bar_or_lines(_PlainLines(word, in_words), word, counts) as progress:
+        yield progress
+
+
+@contextmanager
+def _bar_or_lines(lines: "_PlainLines", word: str, *columns: Any) -> Iterator[Callable[[int, int], None]]:
     if not sys.stderr.isatty():
-        yield _PlainLines(word)
+        yield lines
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn(word), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    shown = (TextColumn(word), BarColumn(), *columns, TimeRemainingColumn())
+    with Progress(*shown, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("")
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class _PlainLines:
-    def __init__(self, word: str) -> None:
-        self._word = word
+    def __init__(self, word: str, in_words: Callable[[int, float], str]) -> None:
+        self._word, self._in_words = word, in_words
         self._start_s = self._last_s = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         if now - self._last_s >= PLAIN_LINE_EVERY_S:
             self._last_s = now
-            rate = done / 1e6 / (now - self._start_s)
             share = f"{done / total:.0%}" if total else "?"
-            print(f"{self._word} {share}: {megabytes(done)}, {rate:.1f} MB/s", file=sys.stderr, flush=True)
+            words = self._in_words(done, done / (now - self._start_s))
+            print(f"{self._word} {share}: {words}", file=sys.stderr, flush=True)
+
+
+def _bytes_in_words(done: int, rate: float) -> str:
+    return f"{megabytes(done)}, {rate / 1e6:.1f} MB/s"

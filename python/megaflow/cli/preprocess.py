@@ -51,7 +51,18 @@ def run(
     tokenizer: Tokenizer,
     progress: Progress,
 ) -> PreprocessReport:
-    """Runs the job here, one shard of it, or all of it on a Ray cluster."""
+    """Runs the job here, one shard of it, or all of it on a Ray cluster.
+
+    Raises:
+        ConfigError: if the arguments ask for two of these.
+    """
+    is_split = arguments.shard is not None or arguments.executor != "threads"
+    if arguments.num_shards is not None and arguments.executor != "ray":
+        raise ConfigError("--num-shards needs --executor ray; one shard of many is --shard I/N")
+    if is_split and arguments.partitions > 1 and not arguments.keep_sequential_samples:
+        raise ConfigError(
+            "--partitions orders the lines of all inputs: it cannot be had with --shard or --executor ray"
+        )
     if arguments.partitions > 1 and not arguments.keep_sequential_samples:
         from megaflow.partitions import run_partitions
 
@@ -61,9 +72,20 @@ def run(
     from megaflow import shards
 
     if arguments.executor == "ray":
+        from megaflow.ray_executor import preprocess_on_ray
+
         if arguments.shard is not None:
             raise ConfigError("--shard and --executor ray contradict each other: ray runs all shards")
-        return shards.preprocess_on_ray(inputs, options, tokenizer=tokenizer, num_shards=arguments.num_shards)
+        return preprocess_on_ray(
+            inputs,
+            options,
+            tokenizer=tokenizer,
+            num_shards=arguments.num_shards,
+            threads=arguments.workers,
+            notify=lambda done, total, documents: print(
+                f"{done} of {total} shards, {documents:,} documents", file=sys.stderr, flush=True
+            ),
+        )
     index, num_shards = shards.parse_shard(arguments.shard)
     return shards.preprocess_shard(inputs, options, index, num_shards, tokenizer=tokenizer, progress=progress)
 

@@ -1,0 +1,14 @@
+//! Any bytes as an Arrow IPC stream: rows or an error, never a panic.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use megaflow_fuzz::{read, source};
+use megaflow_source::Format;
+
+fuzz_target!(|bytes: &[u8]| {
+    let source = source(bytes);
+    let _ = source.cuts(Some(Format::ArrowStream), 1);
+    for keys in [&["text"][..], &["text", "data.text"]] {
+        let _ = read(&source, Some(Format::ArrowStream), keys, 100, None);
+    }
+});
