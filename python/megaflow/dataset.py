@@ -216,7 +216,8 @@ class GPTDataset:
 
     def pieces(self, index: SupportsIndex) -> list[tuple[int, int, int]]:
         """Where the tokens of one sample come from: (sequence, first token in it, tokens), in their order."""
-        return self._core.pieces(to_position(index, len(self), "sample"))
+        pieces, _ = self.source.layout(to_position(index, len(self), "sample"))
+        return [piece[1:] for piece in pieces]
 
     def __getitem__(self, index: SupportsIndex | None) -> dict[str, NDArray[Any]]:
         """One sample as Megatron gives it, in arrays of its own.

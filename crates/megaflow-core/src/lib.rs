@@ -5,6 +5,8 @@
 
 mod dtype;
 mod sample;
+mod tokens;
 
 pub use dtype::{TokenDtype, U16_VOCAB_LIMIT};
-pub use sample::{SampleError, SampleSource};
+pub use sample::{Piece, SampleError, SampleLayout, SampleSource, UNKNOWN_LEN};
+pub use tokens::TokensMut;

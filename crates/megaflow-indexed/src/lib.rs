@@ -26,7 +26,7 @@ pub use prefix::resolve_prefix;
 pub use sidecar::{FileRecord, SIDECAR_FORMAT_VERSION, Sidecar, SourceRecord, TokenizerFile, TokenizerRecord};
 pub use staging::{JOURNAL, StagingFolder, WriteError, publish_file};
 pub use verify::{Fault, VerifyError, VerifyOptions, VerifyProgress, VerifyReport, checksum_file, verify};
-pub use widen::widen_tokens;
+pub use widen::{copy_tokens, widen_tokens};
 pub use writer::{
     EncodedDocuments, IndexedWriter, PairCounts, PairState, StagedPair, publish_pairs, resume_publication,
 };

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use megaflow_core::{SampleError, SampleSource};
+use megaflow_core::{Piece, SampleError, SampleLayout, SampleSource};
 use megaflow_sample::{
     BuildError, GptConfig, GptDataset, GptIndex, IndexConfig, SampleIndex, ShuffleIndex, SplitMatrix, SplitName,
 };
@@ -58,7 +58,18 @@ impl PySampleSource {
         py.without_gil(|| self.inner.read_sample(index, &mut tokens))?;
         Ok(tokens.into_pyarray(py))
     }
+
+    /// What a sample is made of: pieces (dataset, sequence, first token in it, tokens), and where they start in it.
+    fn layout(&self, py: Python<'_>, index: u64) -> PyResult<(Vec<PyPiece>, Vec<u32>)> {
+        let mut layout = SampleLayout::default();
+        py.without_gil(|| self.inner.layout(index, &mut layout))?;
+        let piece = |piece: Piece| (piece.dataset, piece.sequence, piece.offset, piece.length);
+        Ok((layout.pieces.into_iter().map(piece).collect(), layout.starts))
+    }
 }
+
+/// (dataset, sequence, first token in it, tokens)
+type PyPiece = (u32, u64, u64, u64);
 
 /// The samples of one split of one pair.
 #[pyclass(frozen, name = "GptDataset", module = "megaflow._core")]
@@ -158,12 +169,6 @@ impl PyGptDataset {
                 _ => &[],
             }),
         }
-    }
-
-    /// Where the tokens of a sample come from: (sequence, first token in it, tokens).
-    fn pieces(&self, index: u64) -> PyResult<Vec<(usize, usize, usize)>> {
-        let pieces = self.inner.pieces(index).map_err(IntoPyErr::into_py_err)?;
-        Ok(pieces.iter().map(|piece| (piece.sequence, piece.offset, piece.length)).collect())
     }
 }
 

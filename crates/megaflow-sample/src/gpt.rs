@@ -3,16 +3,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use megaflow_core::{SampleError, SampleSource, TokenDtype};
-use megaflow_indexed::{IndexError, IndexedDataset, widen_tokens};
+use megaflow_core::{Piece, SampleError, SampleLayout, SampleSource, TokensMut};
+use megaflow_indexed::IndexedDataset;
 
 use crate::error::BuildError;
+use crate::gather::{Gather, add_piece, damaged, mark_padding};
 use crate::index::{GptIndex, IndexConfig};
 use crate::split::{SplitMatrix, SplitName};
-
-/// Pieces of a sample that are looked up before the first is copied, so that their cache misses overlap.
-const PIECES_AHEAD: usize = 16;
-const CACHE_LINE_BYTES: usize = 64;
 
 /// How a pair is cut into samples.
 #[derive(Debug, Clone, PartialEq)]
@@ -27,17 +24,6 @@ pub struct GptConfig {
     pub pad_id: i64,
 }
 
-/// A run of tokens of one sequence, part of a sample.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Piece {
-    /// Sequence of the pair.
-    pub sequence: usize,
-    /// First token in it.
-    pub offset: usize,
-    /// Tokens.
-    pub length: usize,
-}
-
 /// The samples of one split of one pair, in Megatron's order.
 #[derive(Debug)]
 pub struct GptDataset {
@@ -47,6 +33,7 @@ pub struct GptDataset {
     add_extra_token: bool,
     sample_len: usize,
     pad_id: i64,
+    keep_partial: bool,
 }
 
 impl GptDataset {
@@ -65,7 +52,15 @@ impl GptDataset {
         let index = GptIndex::build(&*indexed, sequences.clone(), &config.index)?;
         let add_extra_token = config.index.add_extra_token;
         let sample_len = config.index.seq_len + usize::from(add_extra_token);
-        Ok(Self { indexed, sequences, index, add_extra_token, sample_len, pad_id: config.pad_id })
+        Ok(Self {
+            indexed,
+            sequences,
+            index,
+            add_extra_token,
+            sample_len,
+            pad_id: config.pad_id,
+            keep_partial: config.index.keep_partial,
+        })
     }
 
     /// The pair.
@@ -83,40 +78,25 @@ impl GptDataset {
         &self.index
     }
 
-    /// Where the tokens of sample `index` come from, in their order. Empty sequences leave no piece.
-    ///
-    /// # Errors
-    /// [`SampleError`] if the sample does not exist or the data is damaged.
-    pub fn pieces(&self, index: u64) -> Result<Vec<Piece>, SampleError> {
-        let mut pieces = Vec::new();
-        self.for_each_piece(index, |piece| {
-            if piece.length > 0 {
-                pieces.push(piece);
-            }
-            Ok(())
-        })?;
-        Ok(pieces)
-    }
-
     #[inline]
     fn for_each_piece(
         &self,
         index: u64,
-        mut visit: impl FnMut(Piece) -> Result<(), IndexError>,
+        mut visit: impl FnMut(Piece) -> Result<(), SampleError>,
     ) -> Result<(), SampleError> {
-        let damaged = |error: IndexError| SampleError::Damaged { index, detail: error.to_string() };
         let [first, last] = self.rows(index)?;
         let extra = i64::from(self.add_extra_token);
         for position in first.0..=last.0 {
             let sequence = self.index.document_index[position] as usize;
             // A row may point one token before an empty last sequence: nothing is there to be read.
-            let offset = if position == first.0 { first.1.max(0) as usize } else { 0 };
+            let offset = if position == first.0 { first.1.max(0) as u64 } else { 0 };
             let end = if position == last.0 {
-                (last.1 + extra).max(0) as usize
+                (last.1 + extra).max(0) as u64
             } else {
-                self.indexed.sequence_len(sequence).map_err(damaged)?
+                self.indexed.sequence_len(sequence).map_err(|error| damaged(index, error))? as u64
             };
-            visit(Piece { sequence, offset, length: end.saturating_sub(offset) }).map_err(damaged)?;
+            let length = end.saturating_sub(offset);
+            visit(Piece { dataset: 0, sequence: sequence as u64, offset, length })?;
         }
         Ok(())
     }
@@ -142,37 +122,35 @@ impl SampleSource for GptDataset {
     }
 
     fn read_sample(&self, index: u64, out: &mut [i64]) -> Result<(), SampleError> {
-        let dtype = self.indexed.dtype();
-        let mut rest = out;
-        let mut ahead: [&[u8]; PIECES_AHEAD] = [&[]; PIECES_AHEAD];
-        let mut count = 0;
+        self.read_into(index, TokensMut::I64(out))
+    }
+
+    fn read_into(&self, index: u64, out: TokensMut<'_>) -> Result<(), SampleError> {
+        let mut gather = Gather::new(index, self.indexed.dtype(), out);
+        self.for_each_piece(index, |piece| gather.push_piece(&self.indexed, piece))?;
+        gather.finish(self.pad_id)
+    }
+
+    fn sample_tokens(&self, index: u64) -> Result<usize, SampleError> {
+        if !self.keep_partial {
+            return Ok(self.sample_len);
+        }
+        let mut tokens = 0;
         self.for_each_piece(index, |piece| {
-            if count == PIECES_AHEAD {
-                rest = copy_pieces(dtype, &ahead, std::mem::take(&mut rest));
-                count = 0;
-            }
-            let bytes = self.indexed.token_bytes(piece.sequence, piece.offset..piece.offset + piece.length)?;
-            // Fetches every cache line now: these loads do not wait for each other, those of the copy would.
-            for byte in bytes.iter().step_by(CACHE_LINE_BYTES) {
-                std::hint::black_box(*byte);
-            }
-            ahead[count] = bytes;
-            count += 1;
+            tokens += piece.length as usize;
             Ok(())
         })?;
-        rest = copy_pieces(dtype, &ahead[..count], rest);
-        rest.fill(self.pad_id);
+        Ok(tokens)
+    }
+
+    fn layout(&self, index: u64, layout: &mut SampleLayout) -> Result<(), SampleError> {
+        layout.clear();
+        let mut begin = 0;
+        self.for_each_piece(index, |piece| {
+            add_piece(layout, &mut begin, piece);
+            Ok(())
+        })?;
+        mark_padding(layout, begin, self.sample_len);
         Ok(())
     }
-}
-
-/// Fills `out` with the tokens of `pieces` and returns what is left of it.
-fn copy_pieces<'a>(dtype: TokenDtype, pieces: &[&[u8]], mut out: &'a mut [i64]) -> &'a mut [i64] {
-    for bytes in pieces {
-        let tokens = (bytes.len() / dtype.size_bytes()).min(out.len());
-        let (filled, rest) = out.split_at_mut(tokens);
-        widen_tokens(dtype, bytes, filled);
-        out = rest;
-    }
-    out
 }

@@ -5,13 +5,14 @@
 #![forbid(unsafe_code)]
 
 mod error;
+mod gather;
 mod gpt;
 mod index;
 mod mt19937;
 mod split;
 
 pub use error::BuildError;
-pub use gpt::{GptConfig, GptDataset, Piece};
+pub use gpt::{GptConfig, GptDataset};
 pub use index::{GptIndex, IndexConfig, SampleIndex, SequenceLengths, ShuffleIndex};
 pub use mt19937::Mt19937;
 pub use split::{SplitMatrix, SplitName};

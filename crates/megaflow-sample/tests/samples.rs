@@ -5,11 +5,9 @@ use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-use megaflow_core::{SampleError, SampleSource};
+use megaflow_core::{Piece, SampleError, SampleLayout, SampleSource};
 use megaflow_indexed::IndexedDataset;
-use megaflow_sample::{
-    BuildError, GptConfig, GptDataset, GptIndex, IndexConfig, Piece, SampleIndex, SplitMatrix, SplitName,
-};
+use megaflow_sample::{BuildError, GptConfig, GptDataset, GptIndex, IndexConfig, SampleIndex, SplitMatrix, SplitName};
 use proptest::prelude::*;
 
 /// A pair whose token `t` of all tokens is `t`, one document a sequence.
@@ -41,6 +39,12 @@ fn dataset(folder: &Path, lengths: &[i32], config: &GptConfig) -> Result<GptData
     GptDataset::build(Arc::new(IndexedDataset::open(folder.join("pair")).unwrap()), config)
 }
 
+fn pieces(dataset: &GptDataset, index: u64) -> Vec<Piece> {
+    let mut layout = SampleLayout::default();
+    dataset.layout(index, &mut layout).unwrap();
+    layout.pieces
+}
+
 /// Every sample's tokens, in stored order of the samples.
 fn all_samples(dataset: &GptDataset) -> Vec<Vec<i64>> {
     let read = |index| {
@@ -58,10 +62,12 @@ fn sample_is_its_pieces() {
     let dataset = dataset(folder.path(), &lengths, &config(4)).unwrap();
     let starts = [0, 5, 5, 12, 13, 22];
     for (index, tokens) in all_samples(&dataset).iter().enumerate() {
-        let pieces = dataset.pieces(index as u64).unwrap();
+        let pieces = pieces(&dataset, index as u64);
         let from_pieces: Vec<i64> = pieces
             .iter()
-            .flat_map(|piece| (0..piece.length).map(|token| (starts[piece.sequence] + piece.offset + token) as i64))
+            .flat_map(|piece| {
+                (0..piece.length).map(|token| (starts[piece.sequence as usize] + piece.offset + token) as i64)
+            })
             .collect();
         assert_eq!(tokens, &from_pieces, "sample {index}");
     }
@@ -78,8 +84,8 @@ fn short_sample_is_padded() {
     let mut samples = all_samples(&dataset);
     samples.sort();
     assert_eq!(samples, [[0, 1, 2, 3, 4], [4, 5, 6, -7, -7]]);
-    let place = (0..2).find(|&index| dataset.pieces(index).unwrap()[0].offset == 4).unwrap();
-    assert_eq!(dataset.pieces(place).unwrap(), [Piece { sequence: 0, offset: 4, length: 3 }]);
+    let place = (0..2).find(|&index| pieces(&dataset, index)[0].offset == 4).unwrap();
+    assert_eq!(pieces(&dataset, place), [Piece { dataset: 0, sequence: 0, offset: 4, length: 3 }]);
 }
 
 #[test]
