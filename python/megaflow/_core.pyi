@@ -148,6 +148,8 @@ class GptDataset:
         add_extra_token: bool,
         keep_partial: bool,
         pad_id: int,
+        num_threads: int,
+        cache: tuple[str | PathLike[str], str, str] | None,
     ) -> GptDataset: ...
     def source(self) -> SampleSource: ...
     @property
@@ -158,10 +160,126 @@ class GptDataset:
     def separate_last_epoch(self) -> bool: ...
     @property
     def tokens_per_epoch(self) -> int: ...
+    @property
+    def cached(self) -> tuple[str, str | None] | None: ...
     def document_index(self) -> ArrayView: ...
     def sample_index(self) -> ArrayView: ...
     def shuffle_index(self) -> ArrayView: ...
 
+@final
+class InstantDataset:
+    def __new__(
+        cls,
+        indexed: IndexedDataset,
+        *,
+        seq_len: int,
+        num_samples: int | None,
+        seed: int,
+        split: str | None,
+        split_name: str,
+        add_extra_token: bool,
+        keep_partial: bool,
+        shuffle: str,
+        pad_id: int,
+    ) -> InstantDataset: ...
+    def source(self) -> SampleSource: ...
+    @property
+    def sequences(self) -> tuple[int, int]: ...
+    @property
+    def num_epochs(self) -> int: ...
+    @property
+    def tokens_per_epoch(self) -> int: ...
+    @property
+    def window_samples(self) -> int | None: ...
+
+@final
+class BestFitDataset:
+    def __new__(
+        cls,
+        indexed: IndexedDataset,
+        *,
+        seq_len: int,
+        num_samples: int | None,
+        seed: int,
+        split: str | None,
+        split_name: str,
+        add_extra_token: bool,
+        pad_id: int,
+    ) -> BestFitDataset: ...
+    def source(self) -> SampleSource: ...
+    @property
+    def sequences(self) -> tuple[int, int]: ...
+    @property
+    def num_epochs(self) -> int: ...
+    @property
+    def tokens_per_epoch(self) -> int: ...
+    @property
+    def samples_per_epoch(self) -> int: ...
+
+@final
+class MockDataset:
+    def __new__(
+        cls,
+        lengths: Sequence[int],
+        *,
+        vocab_size: int,
+        eod_id: int,
+        seq_len: int,
+        num_samples: int | None,
+        seed: int,
+        split: str | None,
+        split_name: str,
+        add_extra_token: bool,
+    ) -> MockDataset: ...
+    def source(self) -> SampleSource: ...
+    @property
+    def num_epochs(self) -> int: ...
+    @property
+    def sequences(self) -> tuple[int, int]: ...
+    @property
+    def tokens_per_epoch(self) -> int: ...
+    def shuffle_index(self) -> ArrayView: ...
+
+@final
+class Blend:
+    @staticmethod
+    def greedy(
+        sources: Sequence[SampleSource],
+        weights: Sequence[float],
+        size: int,
+        cache: tuple[str | PathLike[str], str, str] | None,
+    ) -> Blend: ...
+    @staticmethod
+    def exhaustive(
+        sources: Sequence[SampleSource], cache: tuple[str | PathLike[str], str, str] | None
+    ) -> Blend: ...
+    @staticmethod
+    def shares(
+        sources: Sequence[SampleSource], phases: Sequence[tuple[int, Sequence[float]]], num_samples: int
+    ) -> Blend: ...
+    def source(self) -> SampleSource: ...
+    @property
+    def cached(self) -> tuple[str, str | None] | None: ...
+    def locate(self, index: int) -> tuple[int, int]: ...
+    def counts(self, count: int) -> list[int]: ...
+    def dataset_index(self) -> ArrayView | None: ...
+    def dataset_sample_index(self) -> ArrayView | None: ...
+
+def share_counts(phases: Sequence[tuple[int, Sequence[float]]], count: int) -> list[int]: ...
+def normalized_weights(weights: Sequence[float]) -> NDArray[np.float64]: ...
+def fill_in_middle(
+    source: SampleSource,
+    *,
+    rate: float,
+    spm_rate: float,
+    seed: int,
+    prefix_id: int,
+    middle_id: int,
+    suffix_id: int,
+    eod_id: int | None,
+    pad_id: int,
+    tokenizer: Tokenizer | None,
+) -> SampleSource: ...
 def split_matrix(split: str) -> list[tuple[float, float] | None]: ...
 def split_sequences(split: str, num_sequences: int) -> list[tuple[int, int] | None]: ...
 

@@ -1,48 +1,112 @@
-"""Training samples of a tokenized corpus, in Megatron's order.
+"""Training samples of a tokenized corpus: in Megatron's order, or in one that needs no index.
 
 Legend: `T` sequence length of the model (`seq_len`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megaflow import _core
 from megaflow.errors import ConfigError
-from megaflow.indexed import IndexedDataset, to_position
+from megaflow.indexed import IndexedDataset
+from megaflow.megatron_cache import cache_arguments, describe_dataset
+from megaflow.samples import MASK_OPTIONS, SampleDataset, check_integer
+from megaflow.tokenizer import Tokenizer
 
 SPLIT_NAMES = ("train", "valid", "test")
+ORDERS = ("megatron", "instant")
+SHUFFLES = ("samples", "documents")
+PACKINGS = ("concatenate", "best_fit")
 
 
-class GPTDataset:
-    """Samples of `seq_len + 1` tokens, cut from shuffled documents; bit for bit those of Megatron-LM.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FillInMiddle:
+    """Documents are cut in three and reordered, so that a model learns to fill gaps (Bavarian et al., 2022).
 
-    The order is a function of data, split, seed, `seq_len` and, where it takes more than one epoch, `num_samples`.
+    What becomes of a sample is a function of the seed and its position alone.
+    """
+
+    rate: float
+    """Part of the documents that is reordered, 0 to 1."""
+    prefix_id: int
+    """Id that marks the prefix."""
+    middle_id: int
+    """Id that marks the middle."""
+    suffix_id: int
+    """Id that marks the suffix."""
+    spm_rate: float = 0.5
+    """Part of the reordered documents that is written suffix first, 0 to 1."""
+    tokenizer: Tokenizer | None = None
+    """Cuts fall between letters of the text, and its parts are tokenized anew; None cuts between tokens."""
+
+    def apply(
+        self, source: _core.SampleSource, *, seed: int, eod_id: int | None, pad_id: int
+    ) -> _core.SampleSource:
+        """The samples of `source`, reordered."""
+        return _core.fill_in_middle(
+            source,
+            rate=self.rate,
+            spm_rate=self.spm_rate,
+            seed=seed,
+            prefix_id=self.prefix_id,
+            middle_id=self.middle_id,
+            suffix_id=self.suffix_id,
+            eod_id=eod_id,
+            pad_id=pad_id,
+            tokenizer=None if self.tokenizer is None else self.tokenizer._core,
+        )
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What determines the reordering, in plain types."""
+        names = ("rate", "spm_rate", "prefix_id", "middle_id", "suffix_id")
+        tokenizer = None if self.tokenizer is None else self.tokenizer.fingerprint
+        return {**{name: getattr(self, name) for name in names}, "tokenizer": tokenizer}
+
+
+class GPTDataset(SampleDataset):
+    """Samples of `seq_len + 1` tokens of one pair.
+
+    In order "megatron" they are cut from shuffled documents, bit for bit as Megatron-LM does; the order is a function of
+    data, split, seed, `seq_len` and, where it takes more than one epoch, `num_samples`. In order "instant" they are cut in
+    file order and handed out by a permutation that is computed on the fly: no index, the same start at any size, every
+    epoch shuffled anew, and a larger `num_samples` never reorders.
 
     Args:
         data: an `IndexedDataset`, or the prefix of a pair.
         seq_len: `T`, tokens that the model sees of one sample.
-        num_samples: samples that must be reached, by repeating the documents; None is one epoch. There may be more.
+        num_samples: samples that must be reached, by repeating the documents; None is one epoch. In order "megatron" there
+            may be more.
         seed: of the shuffles, 0 to 2^32 - 1.
         split: shares of train, valid and test, such as "969,30,1". None takes everything.
         split_name: "train", "valid" or "test".
         add_extra_token: samples overlap by one token, whose shift makes the labels.
         keep_partial: the tokens left over at the end make one more sample, padded. Megatron does so for valid only.
         pad_id: id that fills up a short sample. It must be no token: labels of this id are not counted in the loss.
-        eod_id: id that ends a document; needed for the four options below that look for it.
+        eod_id: id that ends a document; needed for the next three options, which look for it.
         reset_position_ids: positions start again behind each `eod_id`.
         reset_attention_mask: no attention across an `eod_id`.
         eod_mask_loss: no loss where the input is `eod_id`.
         create_attention_mask: samples carry `attention_mask`. It takes `T * T` bytes a sample: rather give the
             attention a causal flag.
+        document_masking: samples carry `cu_seqlens`, and positions start again, where a document begins, whether or not
+            an `eod_id` stands before it.
+        order: "megatron" or "instant".
+        shuffle: in order "instant": "samples", or "documents" too, within windows of some 512 of them.
+        packing: "concatenate" cuts wherever a sample is full; "best_fit" (with order "instant") packs documents whole, and
+            builds an index of 16 bytes a document in memory.
+        fim: reorders documents for filling in the middle.
+        num_threads: threads that build the index.
+        cache_dir: folder where the index is kept under Megatron's names and shared by all processes; None builds it in
+            memory. For order "megatron".
+        cache_tokenizer: what Megatron writes of its tokenizer into the description of the index.
 
     Raises:
         ConfigError: if a setting is wrong, or samples are asked of a split without tokens.
@@ -66,41 +130,94 @@ class GPTDataset:
         reset_attention_mask: bool = False,
         eod_mask_loss: bool = False,
         create_attention_mask: bool = False,
+        document_masking: bool = False,
+        order: str = "megatron",
+        shuffle: str = "samples",
+        packing: str = "concatenate",
+        fim: FillInMiddle | None = None,
+        num_threads: int = 1,
+        cache_dir: str | PathLike[str] | None = None,
+        cache_tokenizer: Mapping[str, Any] | None = None,
     ) -> None:
-        seq_len = _integer("seq_len", seq_len, 1, 2**31 - 1)
-        num_samples = None if num_samples is None else _integer("num_samples", num_samples, 0, 2**63 - 1)
-        seed = _integer("seed", seed, 0, 2**32 - 1)
-        if eod_id is None and (reset_position_ids or reset_attention_mask or eod_mask_loss):
-            raise ConfigError(
-                "reset_position_ids, reset_attention_mask and eod_mask_loss need eod_id, the id that ends a document"
-            )
-        self.indexed = data if isinstance(data, IndexedDataset) else IndexedDataset(data)
-        self.seq_len = seq_len
-        self.num_samples = num_samples
-        self.seed = seed
+        self.seq_len = check_integer("seq_len", seq_len, 1, 2**31 - 1)
+        self.num_samples = None if num_samples is None else check_integer("num_samples", num_samples, 0, 2**63 - 1)
+        self.seed = check_integer("seed", seed, 0, 2**32 - 1)
         self.split = split
         self.split_name = split_name
         self.add_extra_token = add_extra_token
         self.keep_partial = keep_partial
         self.pad_id = pad_id
-        self.eod_id = eod_id
-        self.reset_position_ids = reset_position_ids
-        self.reset_attention_mask = reset_attention_mask
-        self.eod_mask_loss = eod_mask_loss
-        self.create_attention_mask = create_attention_mask
-        self._core = _core.GptDataset(
-            self.indexed._core,
-            seq_len=seq_len,
-            num_samples=num_samples,
-            seed=seed,
-            split=split,
-            split_name=split_name,
-            add_extra_token=add_extra_token,
-            keep_partial=keep_partial,
-            pad_id=pad_id,
-        )
+        masks = (eod_id, reset_position_ids, reset_attention_mask, eod_mask_loss, create_attention_mask)
+        self._set_masks(dict(zip(MASK_OPTIONS, (*masks, document_masking), strict=True)))
+        self.order = order
+        self.shuffle = shuffle
+        self.packing = packing
+        self.fim = fim
+        self.num_threads = check_integer("num_threads", num_threads, 1, 1024)
+        self.cache_dir = cache_dir
+        self.cache_tokenizer = cache_tokenizer
+        self._check_order()
+        self.indexed = data if isinstance(data, IndexedDataset) else IndexedDataset(data)
+        self._core = self._build()
         self.source = self._core.source()
-        """What the loader's threads read: `[T + 1]` int64 tokens a sample (`[T]` without the extra token)."""
+        if fim is not None:
+            self.source = fim.apply(self.source, seed=self.seed, eod_id=eod_id, pad_id=pad_id)
+
+    def _check_order(self) -> None:
+        for name, known in (("order", ORDERS), ("shuffle", SHUFFLES), ("packing", PACKINGS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} = {getattr(self, name)!r}: expected {' or '.join(map(repr, known))}")
+        if self.order == "megatron" and (self.shuffle, self.packing) != ("samples", "concatenate"):
+            raise ConfigError(
+                f"shuffle {self.shuffle!r} with packing {self.packing!r} is no order of Megatron's, which always shuffles "
+                "documents and concatenates them; give order 'instant'"
+            )
+        if self.packing == "best_fit" and (self.shuffle == "documents" or self.keep_partial):
+            raise ConfigError("packing 'best_fit' packs whole documents in any case; drop shuffle and keep_partial")
+
+    def _build(self) -> _core.GptDataset | _core.InstantDataset | _core.BestFitDataset:
+        common: dict[str, Any] = {
+            "seq_len": self.seq_len,
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+            "split": self.split,
+            "split_name": self.split_name,
+            "add_extra_token": self.add_extra_token,
+            "pad_id": self.pad_id,
+        }
+        if self.packing == "best_fit":
+            return _core.BestFitDataset(self.indexed._core, **common)
+        common["keep_partial"] = self.keep_partial
+        if self.order == "instant":
+            return _core.InstantDataset(self.indexed._core, shuffle=self.shuffle, **common)
+        return _core.GptDataset(self.indexed._core, num_threads=self.num_threads, cache=self._cache(), **common)
+
+    def _cache(self) -> Any:
+        if self.cache_dir is None:
+            return None
+        content = {"add_extra_token": self.add_extra_token, "keep_partial": self.keep_partial}
+        return cache_arguments(self.cache_dir, self.megatron_description, content)
+
+    @property
+    def megatron_description(self) -> dict[str, Any]:
+        """What Megatron-LM writes beside an index of these samples."""
+        return describe_dataset(
+            prefix=self.indexed.prefix,
+            num_samples=self.num_samples,
+            split_name=self.split_name,
+            seed=self.seed,
+            seq_len=self.seq_len,
+            split=self.split,
+            tokenizer=self.cache_tokenizer,
+        )
+
+    @property
+    def cached(self) -> tuple[str, str | None] | None:
+        """What became of the cache: "found", "adopted" (Megatron's, checked), "built", "replaced" or "not kept", and why.
+
+        None where no folder was given.
+        """
+        return self._core.cached if isinstance(self._core, _core.GptDataset) else None
 
     @classmethod
     def build_splits(
@@ -153,35 +270,58 @@ class GPTDataset:
         return train, valid, test
 
     @property
+    def _index(self) -> _core.GptDataset:
+        if isinstance(self._core, _core.GptDataset):
+            return self._core
+        raise ConfigError(f"order {self.order!r} has no document, sample and shuffle index; order 'megatron' has")
+
+    @property
     def document_index(self) -> NDArray[np.int32]:
         """Sequences in the order in which they are cut, all epochs one after the other, int32. A view."""
-        return np.asarray(self._core.document_index())
+        return np.asarray(self._index.document_index())
 
     @property
     def sample_index(self) -> NDArray[Any]:
         """(position in the document index, offset) where each sample begins, `[len + 1, 2]`, int32 or int64. A view."""
-        return np.asarray(self._core.sample_index())
+        return np.asarray(self._index.sample_index())
 
     @property
     def shuffle_index(self) -> NDArray[Any]:
         """Order of the samples, uint32 or int64. A view."""
-        return np.asarray(self._core.shuffle_index())
+        return np.asarray(self._index.shuffle_index())
 
     @property
     def num_epochs(self) -> int:
-        """Times that the sequences are repeated."""
+        """Times that the sequences are repeated, a begun one included."""
         return self._core.num_epochs
 
     @property
     def separate_last_epoch(self) -> bool:
-        """Whether the last epoch is shuffled apart from the others, because little of it is needed."""
-        return self._core.separate_last_epoch
+        """Whether the last epoch is shuffled apart from the others, because little of it is needed (order "megatron")."""
+        return isinstance(self._core, _core.GptDataset) and self._core.separate_last_epoch
+
+    @property
+    def sequences(self) -> tuple[int, int]:
+        """First sequence of the split, and the one behind its last."""
+        return self._core.sequences
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens of the split."""
+        return self._core.tokens_per_epoch
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """Samples that the tokens of the split make."""
+        if isinstance(self._core, _core.BestFitDataset):
+            return float(self._core.samples_per_epoch)
+        return self.tokens_per_epoch / self.seq_len
 
     @property
     def description(self) -> dict[str, Any]:
         """Everything that determines the samples and their order, in plain types."""
-        return {
-            "order": "megatron",
+        description = {
+            "order": self.order,
             "data": self.indexed.content_key,
             "sequences": list(self._core.sequences),
             "split": self.split,
@@ -191,82 +331,17 @@ class GPTDataset:
             "num_samples": self.num_samples,
             "add_extra_token": self.add_extra_token,
             "keep_partial": self.keep_partial,
-            "num_epochs": self.num_epochs,
-            "separate_last_epoch": self.separate_last_epoch,
         }
-
-    @property
-    def fingerprint(self) -> str:
-        """A key of the samples and their order: another one for other data, split, seed, `seq_len` or `num_samples`."""
-        return hashlib.sha256(json.dumps(self.description, sort_keys=True).encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return self.source.num_samples
-
-    def tokens(self, index: SupportsIndex) -> NDArray[np.int64]:
-        """Tokens of one sample with the extra one, int64 `[T + 1]` (`[T]` without it), padded with `pad_id`.
-
-        An array of its own.
-
-        Raises:
-            SampleIndexError: if there is no such sample.
-            DataFormatError: if the data is damaged.
-        """
-        return self.source.read(to_position(index, len(self), "sample"))
-
-    def pieces(self, index: SupportsIndex) -> list[tuple[int, int, int]]:
-        """Where the tokens of one sample come from: (sequence, first token in it, tokens), in their order."""
-        pieces, _ = self.source.layout(to_position(index, len(self), "sample"))
-        return [piece[1:] for piece in pieces]
-
-    def __getitem__(self, index: SupportsIndex | None) -> dict[str, NDArray[Any]]:
-        """One sample as Megatron gives it, in arrays of its own.
-
-        Args:
-            index: position, counted from the end if negative; None gives the first sample with no loss at all, a
-                stand-in where a rank has no data.
-
-        Returns:
-            `tokens`, `labels`, `position_ids` int64 `[T]`; `loss_mask` float32 `[T]`; and, where it was asked for,
-            `attention_mask` bool `[1, T, T]`, True where attention is masked. Padding is 0 in tokens and labels.
-
-        Raises:
-            SampleIndexError: if there is no such sample.
-            DataFormatError: if the data is damaged.
-        """
-        text = self.tokens(0 if index is None else index)
-        if self.add_extra_token:
-            tokens, labels = text[:-1], text[1:].copy()
-        else:
-            tokens, labels = text, np.append(text[1:], self.pad_id)
-        sample = {"tokens": tokens, "labels": labels, **self._masks(tokens)}
-        sample["loss_mask"][labels == self.pad_id] = 0.0
-        tokens[tokens == self.pad_id] = 0
-        labels[labels == self.pad_id] = 0
-        if index is None:
-            sample["loss_mask"][:] = 0.0
-        return sample
-
-    def _masks(self, tokens: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Loss mask, position ids and, where it was asked for, attention mask."""
-        position_ids = np.arange(self.seq_len, dtype=np.int64)
-        loss_mask = np.ones(self.seq_len, dtype=np.float32)
-        is_eod = tokens == self.eod_id if self.eod_id is not None else np.zeros(self.seq_len, dtype=bool)
-        if self.eod_mask_loss:
-            loss_mask[is_eod] = 0.0
-        # Segment of each token: the number of document ends before it.
-        segment = np.cumsum(is_eod) - is_eod
-        masks: dict[str, NDArray[Any]] = {"loss_mask": loss_mask}
-        if self.create_attention_mask:
-            visible = np.tri(self.seq_len, dtype=bool)
-            if self.reset_attention_mask:
-                visible &= segment[:, None] == segment[None, :]
-            masks["attention_mask"] = ~visible[None]
-        if self.reset_position_ids:
-            starts = np.concatenate(([0], np.flatnonzero(is_eod) + 1))
-            position_ids -= starts[segment]
-        masks["position_ids"] = position_ids
-        return masks
+        if self.fim is not None:
+            description["fim"] = self.fim.description
+        if self.order == "megatron":
+            return {
+                **description,
+                "num_epochs": self.num_epochs,
+                "separate_last_epoch": self.separate_last_epoch,
+            }
+        repeats = self.num_samples is not None
+        return {**description, "shuffle": self.shuffle, "packing": self.packing, "repeats": repeats}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.indexed, self._settings())
@@ -281,10 +356,15 @@ class GPTDataset:
             "add_extra_token",
             "keep_partial",
             "pad_id",
-            "eod_id",
+            "order",
+            "shuffle",
+            "packing",
+            "fim",
+            "num_threads",
+            "cache_dir",
+            "cache_tokenizer",
         )
-        flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
-        return {name: getattr(self, name) for name in names + flags}
+        return {name: getattr(self, name) for name in names + MASK_OPTIONS}
 
     def __repr__(self) -> str:
         split = "" if self.split is None else f", {self.split_name} of {self.split}"
@@ -294,10 +374,3 @@ class GPTDataset:
 
 def _rebuild(kind: type[GPTDataset], indexed: IndexedDataset, settings: dict[str, Any]) -> GPTDataset:
     return kind(indexed, **settings)
-
-
-def _integer(name: str, value: SupportsIndex, low: int, high: int) -> int:
-    number = operator.index(value)
-    if not low <= number <= high:
-        raise ConfigError(f"{name} = {number}: expected {low} to {high}")
-    return number

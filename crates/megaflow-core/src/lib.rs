@@ -4,9 +4,11 @@
 #![forbid(unsafe_code)]
 
 mod dtype;
+mod permutation;
 mod sample;
 mod tokens;
 
 pub use dtype::{TokenDtype, U16_VOCAB_LIMIT};
+pub use permutation::{KeyedPermutation, mix};
 pub use sample::{Piece, SampleError, SampleLayout, SampleSource, UNKNOWN_LEN};
 pub use tokens::TokensMut;

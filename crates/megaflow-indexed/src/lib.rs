@@ -22,6 +22,7 @@ mod writer;
 pub use dataset::{IndexedDataset, OpenOptions};
 pub use error::IndexError;
 pub use merge::{MergeError, MergeOptions, MergeProgress, MergeReport, merge};
+pub use mmap::FileMap;
 pub use prefix::resolve_prefix;
 pub use sidecar::{FileRecord, SIDECAR_FORMAT_VERSION, Sidecar, SourceRecord, TokenizerFile, TokenizerRecord};
 pub use staging::{JOURNAL, StagingFolder, WriteError, publish_file};

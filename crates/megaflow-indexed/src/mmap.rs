@@ -10,11 +10,14 @@ use crate::error::IndexError;
 
 /// A file mapped for reading. An empty file has no map and no bytes.
 #[derive(Debug)]
-pub(crate) struct FileMap(Option<Mmap>);
+pub struct FileMap(Option<Mmap>);
 
 impl FileMap {
     /// Maps all of the file.
-    pub(crate) fn open(path: &Path) -> Result<Self, IndexError> {
+    ///
+    /// # Errors
+    /// [`IndexError::Io`] if it cannot be opened or mapped.
+    pub fn open(path: &Path) -> Result<Self, IndexError> {
         let file = File::open(path).map_err(|source| IndexError::io(path, "open it", source))?;
         let metadata = file.metadata().map_err(|source| IndexError::io(path, "read its size", source))?;
         if metadata.is_dir() {
@@ -31,7 +34,8 @@ impl FileMap {
         Ok(Self(Some(map)))
     }
 
-    pub(crate) fn bytes(&self) -> &[u8] {
+    /// The bytes of the file.
+    pub fn bytes(&self) -> &[u8] {
         self.0.as_deref().unwrap_or_default()
     }
 }

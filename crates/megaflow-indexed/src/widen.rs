@@ -78,7 +78,7 @@ mod tests {
             (TokenDtype::U16, vec![0, 0, 1, 0, 0xff, 0xff]),
             (TokenDtype::I8, vec![0, 127]),
             (TokenDtype::I16, vec![0, 0, 0xff, 0x7f]),
-            (TokenDtype::I32, vec![0, 0, 1, 0, 0xff, 0xff, 0, 0]),
+            (TokenDtype::I32, vec![0, 1, 0, 0, 0xff, 0xff, 0, 0]),
             (TokenDtype::I64, vec![0xff, 0xff, 0, 0, 0, 0, 0, 0]),
         ] {
             let count = bytes.len() / dtype.size_bytes();

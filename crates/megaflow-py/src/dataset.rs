@@ -1,10 +1,12 @@
 //! Samples of a pair, in Megatron's order.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use megaflow_core::{Piece, SampleError, SampleLayout, SampleSource};
 use megaflow_sample::{
-    BuildError, GptConfig, GptDataset, GptIndex, IndexConfig, SampleIndex, ShuffleIndex, SplitMatrix, SplitName,
+    BuildError, CacheOutcome, CachePlace, Column, GptConfig, GptDataset, IndexConfig, Item, SampleIndex, ShuffleIndex,
+    SplitMatrix, SplitName,
 };
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
@@ -81,7 +83,8 @@ pub(crate) struct PyGptDataset {
 impl PyGptDataset {
     #[new]
     #[pyo3(signature = (
-        indexed, *, seq_len, num_samples, seed, split, split_name, add_extra_token, keep_partial, pad_id
+        indexed, *, seq_len, num_samples, seed, split, split_name, add_extra_token, keep_partial, pad_id,
+        num_threads, cache
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords, each named by the caller")]
     fn new(
@@ -95,18 +98,15 @@ impl PyGptDataset {
         add_extra_token: bool,
         keep_partial: bool,
         pad_id: i64,
+        num_threads: usize,
+        cache: Option<CacheArguments>,
     ) -> PyResult<Self> {
-        let split_name = SplitName::parse(split_name).ok_or_else(|| {
-            error("ConfigError", format!("split_name = {split_name:?}: expected \"train\", \"valid\" or \"test\""))
-        })?;
-        let matrix = match split {
-            Some(split) => SplitMatrix::parse(split).map_err(IntoPyErr::into_py_err)?,
-            None => SplitMatrix::whole(split_name),
-        };
+        let (matrix, split_name) = parse_split(split, split_name)?;
         let index = IndexConfig { seq_len, num_samples, seed, add_extra_token, keep_partial };
         let config = GptConfig { index, matrix, split: split_name, pad_id };
         let indexed = Arc::clone(&indexed.inner);
-        let inner = py.without_gil(|| GptDataset::build(indexed, &config))?;
+        let cache = cache.map(cache_place);
+        let inner = py.without_gil(|| GptDataset::build_with(indexed, &config, num_threads, cache.as_ref()))?;
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -136,40 +136,93 @@ impl PyGptDataset {
         self.inner.index().tokens_per_epoch
     }
 
+    /// What became of the cache, and why; None where none was named.
+    #[getter]
+    fn cached(&self) -> Option<(&'static str, Option<String>)> {
+        self.inner.cached().map(cache_outcome)
+    }
+
     fn document_index(&self) -> ArrayView {
-        let shape = [self.inner.index().document_index.len()];
-        ArrayView::new(Arc::clone(&self.inner), "<i4", &shape, |dataset: &GptDataset| &dataset.index().document_index)
+        let owner = Arc::clone(&self.inner);
+        column_view(owner, self.inner.index().document_index.len(), 1, |dataset| Some(&dataset.index().document_index))
     }
 
     fn sample_index(&self) -> ArrayView {
-        let shape = [self.inner.index().sample_index.num_rows(), 2];
-        let owner = Arc::clone(&self.inner);
+        let (rows, owner) = (self.inner.index().sample_index.num_rows(), Arc::clone(&self.inner));
         match &self.inner.index().sample_index {
-            SampleIndex::I32(_) => ArrayView::new(owner, "<i4", &shape, |dataset| match dataset.index() {
-                GptIndex { sample_index: SampleIndex::I32(rows), .. } => rows,
-                _ => &[],
+            SampleIndex::I32(_) => column_view(owner, rows, 2, |dataset| match &dataset.index().sample_index {
+                SampleIndex::I32(rows) => Some(rows),
+                SampleIndex::I64(_) => None,
             }),
-            SampleIndex::I64(_) => ArrayView::new(owner, "<i8", &shape, |dataset| match dataset.index() {
-                GptIndex { sample_index: SampleIndex::I64(rows), .. } => rows,
-                _ => &[],
+            SampleIndex::I64(_) => column_view(owner, rows, 2, |dataset| match &dataset.index().sample_index {
+                SampleIndex::I64(rows) => Some(rows),
+                SampleIndex::I32(_) => None,
             }),
         }
     }
 
     fn shuffle_index(&self) -> ArrayView {
-        let shape = [self.inner.index().shuffle_index.len()];
-        let owner = Arc::clone(&self.inner);
+        let (len, owner) = (self.inner.index().shuffle_index.len(), Arc::clone(&self.inner));
         match &self.inner.index().shuffle_index {
-            ShuffleIndex::U32(_) => ArrayView::new(owner, "<u4", &shape, |dataset| match dataset.index() {
-                GptIndex { shuffle_index: ShuffleIndex::U32(order), .. } => order,
-                _ => &[],
+            ShuffleIndex::U32(_) => column_view(owner, len, 1, |dataset| match &dataset.index().shuffle_index {
+                ShuffleIndex::U32(order) => Some(order),
+                ShuffleIndex::I64(_) => None,
             }),
-            ShuffleIndex::I64(_) => ArrayView::new(owner, "<i8", &shape, |dataset| match dataset.index() {
-                GptIndex { shuffle_index: ShuffleIndex::I64(order), .. } => order,
-                _ => &[],
+            ShuffleIndex::I64(_) => column_view(owner, len, 1, |dataset| match &dataset.index().shuffle_index {
+                ShuffleIndex::I64(order) => Some(order),
+                ShuffleIndex::U32(_) => None,
             }),
         }
     }
+}
+
+/// Stem of the files, Megatron's description, and what must be the same beside it.
+pub(crate) type CacheArguments = (PathBuf, String, String);
+
+pub(crate) fn cache_place((stem, description, content): CacheArguments) -> CachePlace {
+    CachePlace { stem, description, content }
+}
+
+pub(crate) fn cache_outcome(outcome: &CacheOutcome) -> (&'static str, Option<String>) {
+    match outcome {
+        CacheOutcome::Found => ("found", None),
+        CacheOutcome::Adopted => ("adopted", None),
+        CacheOutcome::Built => ("built", None),
+        CacheOutcome::Replaced(reason) => ("replaced", Some(reason.clone())),
+        CacheOutcome::NotKept(reason) => ("not kept", Some(reason.clone())),
+    }
+}
+
+/// Splits by their names and shares; without shares the named one takes everything.
+pub(crate) fn parse_split(split: Option<&str>, name: &str) -> PyResult<(SplitMatrix, SplitName)> {
+    let expected = || format!("split_name = {name:?}: expected \"train\", \"valid\" or \"test\"");
+    let name = SplitName::parse(name).ok_or_else(|| error("ConfigError", expected()))?;
+    match split {
+        Some(split) => Ok((SplitMatrix::parse(split).map_err(IntoPyErr::into_py_err)?, name)),
+        None => Ok((SplitMatrix::whole(name), name)),
+    }
+}
+
+/// An array of an index, wherever it lies.
+pub(crate) fn column_view<O, T>(
+    owner: Arc<O>,
+    rows: usize,
+    width: usize,
+    select: impl Fn(&O) -> Option<&Column<T>>,
+) -> ArrayView
+where
+    O: std::any::Any + Send + Sync,
+    T: Item,
+{
+    let shape = if width == 1 { vec![rows] } else { vec![rows, width] };
+    if select(&owner).is_some_and(|column| column.as_slice().is_some()) {
+        return ArrayView::new(owner, T::TYPESTR, &shape, |owner| {
+            select(owner).and_then(Column::as_slice).unwrap_or_default()
+        });
+    }
+    ArrayView::new(owner, T::TYPESTR, &shape, |owner| {
+        select(owner).and_then(Column::as_mapped_bytes).unwrap_or_default()
+    })
 }
 
 /// Share of each split: from and to, or None where it is switched off.

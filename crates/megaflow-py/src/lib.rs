@@ -15,6 +15,7 @@ mod inputs;
 mod loader;
 mod pairs;
 mod preprocess;
+mod samples;
 mod tokenizer;
 mod views;
 
@@ -27,5 +28,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     indexed::register(module)?;
     pairs::register(module)?;
     dataset::register(module)?;
+    samples::register(module)?;
     loader::register(module)
 }

@@ -89,6 +89,26 @@ pub enum BuildError {
         /// Times that the split would be repeated.
         num_epochs: u128,
     },
+    /// The weights of a blend mean nothing.
+    #[error("weights of the blend: {reason}; expected one finite weight of 0 or more for each dataset, one above 0")]
+    BadWeights {
+        /// What is wrong with them.
+        reason: String,
+    },
+    /// A table of samples does not fit into memory.
+    #[error("a blend of {num_samples} samples has an order too large for this machine; use the instant order")]
+    TooManySamples {
+        /// Samples asked for.
+        num_samples: u64,
+    },
+    /// The datasets of a blend cannot be handed out together.
+    #[error("dataset {dataset} of the blend: {reason}")]
+    BadDataset {
+        /// Which, counted from 1.
+        dataset: usize,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// The dataset could not be opened or read.
     #[error(transparent)]
     Index(#[from] IndexError),

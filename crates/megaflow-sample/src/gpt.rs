@@ -6,6 +6,7 @@ use std::sync::Arc;
 use megaflow_core::{Piece, SampleError, SampleLayout, SampleSource, TokensMut};
 use megaflow_indexed::IndexedDataset;
 
+use crate::cache::{CacheOutcome, CachePlace};
 use crate::error::BuildError;
 use crate::gather::{Gather, add_piece, damaged, mark_padding};
 use crate::index::{GptIndex, IndexConfig};
@@ -34,6 +35,7 @@ pub struct GptDataset {
     sample_len: usize,
     pad_id: i64,
     keep_partial: bool,
+    cached: Option<CacheOutcome>,
 }
 
 impl GptDataset {
@@ -43,13 +45,26 @@ impl GptDataset {
     /// # Errors
     /// [`BuildError`] as [`GptIndex::build`], and if samples are asked of a split without sequences.
     pub fn build(indexed: Arc<IndexedDataset>, config: &GptConfig) -> Result<Self, BuildError> {
+        Self::build_with(indexed, config, 1, None)
+    }
+
+    /// As [`build`](Self::build), on up to `num_threads` threads and kept in `cache`.
+    ///
+    /// # Errors
+    /// As [`build`](Self::build).
+    pub fn build_with(
+        indexed: Arc<IndexedDataset>,
+        config: &GptConfig,
+        num_threads: usize,
+        cache: Option<&CachePlace>,
+    ) -> Result<Self, BuildError> {
         let num_sequences = indexed.num_sequences();
         let sequences = config.matrix.sequences(config.split, num_sequences).unwrap_or(0..0);
         if let (true, Some(num_samples @ 1..)) = (sequences.is_empty(), config.index.num_samples) {
             let dataset = indexed.prefix().display().to_string();
             return Err(BuildError::EmptySplit { dataset, split: config.split, num_sequences, num_samples });
         }
-        let index = GptIndex::build(&*indexed, sequences.clone(), &config.index)?;
+        let (index, cached) = GptIndex::build_with(&*indexed, sequences.clone(), &config.index, num_threads, cache)?;
         let add_extra_token = config.index.add_extra_token;
         let sample_len = config.index.seq_len + usize::from(add_extra_token);
         Ok(Self {
@@ -60,6 +75,7 @@ impl GptDataset {
             sample_len,
             pad_id: config.pad_id,
             keep_partial: config.index.keep_partial,
+            cached,
         })
     }
 
@@ -71,6 +87,11 @@ impl GptDataset {
     /// Sequences of the split.
     pub fn sequences(&self) -> Range<usize> {
         self.sequences.clone()
+    }
+
+    /// What became of the cache, if one was named.
+    pub fn cached(&self) -> Option<&CacheOutcome> {
+        self.cached.as_ref()
     }
 
     /// The three arrays.
@@ -87,7 +108,8 @@ impl GptDataset {
         let [first, last] = self.rows(index)?;
         let extra = i64::from(self.add_extra_token);
         for position in first.0..=last.0 {
-            let sequence = self.index.document_index[position] as usize;
+            let sequence = self.index.document_index.get(position);
+            let sequence = sequence.ok_or_else(|| beyond_documents(index, position))? as usize;
             // A row may point one token before an empty last sequence: nothing is there to be read.
             let offset = if position == first.0 { first.1.max(0) as u64 } else { 0 };
             let end = if position == last.0 {
@@ -110,6 +132,12 @@ impl GptDataset {
         let row = |at: usize| self.index.sample_index.row(at).ok_or(SampleError::OutOfRange { index, num_samples });
         Ok([row(sample)?, row(sample + 1)?])
     }
+}
+
+#[cold]
+fn beyond_documents(index: u64, position: usize) -> SampleError {
+    let detail = format!("the sample index names document {position}, which the document index does not have");
+    SampleError::Damaged { index, detail: format!("{detail}; delete the cache of the index") }
 }
 
 impl SampleSource for GptDataset {

@@ -4,11 +4,15 @@ use std::ops::Range;
 
 use megaflow_indexed::IndexedDataset;
 
+use crate::cache::{CacheOutcome, CachePlace, CacheWriter, Cached};
+use crate::column::Column;
 use crate::error::BuildError;
 use crate::mt19937::Mt19937;
 
 /// Lengths fetched in one go during the walk over the documents, so that the fetches overlap.
 const LENGTHS_AHEAD: usize = 256;
+/// Samples from which a second thread is worth its start.
+const THREADS_FROM: u64 = 1 << 14;
 /// Below this share of a full epoch, the last epoch is shuffled apart.
 const SEPARATE_BELOW: f64 = 0.80;
 
@@ -63,9 +67,9 @@ pub struct IndexConfig {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SampleIndex {
     /// The document index has at most 2^31 - 1 entries.
-    I32(Vec<i32>),
+    I32(Column<i32>),
     /// It has more.
-    I64(Vec<i64>),
+    I64(Column<i64>),
 }
 
 impl SampleIndex {
@@ -74,8 +78,8 @@ impl SampleIndex {
     pub fn row(&self, index: usize) -> Option<(usize, i64)> {
         let at = index.checked_mul(2)?;
         match self {
-            Self::I32(rows) => rows.get(at..at + 2).map(|row| (row[0] as usize, i64::from(row[1]))),
-            Self::I64(rows) => rows.get(at..at + 2).map(|row| (row[0] as usize, row[1])),
+            Self::I32(rows) => Some((rows.get(at)? as usize, i64::from(rows.get(at + 1)?))),
+            Self::I64(rows) => Some((rows.get(at)? as usize, rows.get(at + 1)?)),
         }
     }
 
@@ -92,9 +96,9 @@ impl SampleIndex {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ShuffleIndex {
     /// Fewer than 2^32 - 2 samples.
-    U32(Vec<u32>),
+    U32(Column<u32>),
     /// More.
-    I64(Vec<i64>),
+    I64(Column<i64>),
 }
 
 impl ShuffleIndex {
@@ -102,8 +106,8 @@ impl ShuffleIndex {
     #[inline]
     pub fn get(&self, index: usize) -> Option<usize> {
         match self {
-            Self::U32(order) => order.get(index).map(|&sample| sample as usize),
-            Self::I64(order) => order.get(index).map(|&sample| sample as usize),
+            Self::U32(order) => order.get(index).map(|sample| sample as usize),
+            Self::I64(order) => order.get(index).map(|sample| sample as usize),
         }
     }
 
@@ -125,7 +129,7 @@ impl ShuffleIndex {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GptIndex {
     /// Sequence numbers in the order in which their tokens are cut into samples, all epochs one after the other.
-    pub document_index: Vec<i32>,
+    pub document_index: Column<i32>,
     /// Where each sample begins and ends in that order.
     pub sample_index: SampleIndex,
     /// The order of the samples.
@@ -152,28 +156,43 @@ impl GptIndex {
         sequences: Range<usize>,
         config: &IndexConfig,
     ) -> Result<Self, BuildError> {
+        Plan::new(lengths, sequences, config)?.build(lengths, config.seed, 1)
+    }
+
+    /// As [`build`](Self::build), on up to `num_threads` threads and kept in `cache`. The bits are the same.
+    ///
+    /// # Errors
+    /// As [`build`](Self::build). A cache that cannot be used is no error.
+    ///
+    /// # Panics
+    /// As [`build`](Self::build).
+    pub fn build_with<L: SequenceLengths + Sync + ?Sized>(
+        lengths: &L,
+        sequences: Range<usize>,
+        config: &IndexConfig,
+        num_threads: usize,
+        cache: Option<&CachePlace>,
+    ) -> Result<(Self, Option<CacheOutcome>), BuildError> {
         let plan = Plan::new(lengths, sequences, config)?;
-        let mut random = Mt19937::new(config.seed);
-        // The order of the draws is part of the result: documents first, then samples.
-        let document_index = plan.document_index(&mut random)?;
-        let sample_index = if i32::try_from(document_index.len()).is_ok() {
-            SampleIndex::I32(plan.sample_index(lengths, &document_index, |value| value as i32)?)
-        } else {
-            SampleIndex::I64(plan.sample_index(lengths, &document_index, |value| value)?)
-        };
-        let shuffle_index = if plan.num_samples < u64::from(u32::MAX) - 1 {
-            ShuffleIndex::U32(plan.shuffle_index(&mut random, |sample| sample as u32)?)
-        } else {
-            ShuffleIndex::I64(plan.shuffle_index(&mut random, |sample| sample as i64)?)
-        };
-        Ok(Self {
-            document_index,
-            sample_index,
-            shuffle_index,
-            num_epochs: plan.num_epochs,
-            separate_last_epoch: plan.samples_before_last.is_some(),
-            tokens_per_epoch: plan.tokens_per_epoch,
-        })
+        let build = || plan.build(lengths, config.seed, num_threads);
+        let Some(place) = cache else { return Ok((build()?, None)) };
+        let (index, outcome) =
+            place.open_or_build(&|| plan.open(place), &|index| plan.compare(lengths, index), &build)?;
+        Ok((index, Some(outcome)))
+    }
+}
+
+impl Cached for GptIndex {
+    fn save(&self, writer: &CacheWriter<'_>) -> std::io::Result<()> {
+        writer.array("document_index", &self.document_index, 1)?;
+        match &self.sample_index {
+            SampleIndex::I32(rows) => writer.array("sample_index", rows, 2)?,
+            SampleIndex::I64(rows) => writer.array("sample_index", rows, 2)?,
+        }
+        match &self.shuffle_index {
+            ShuffleIndex::U32(order) => writer.array("shuffle_index", order, 1),
+            ShuffleIndex::I64(order) => writer.array("shuffle_index", order, 1),
+        }
     }
 }
 
@@ -192,6 +211,123 @@ struct Plan {
 }
 
 impl Plan {
+    fn build<L: SequenceLengths + ?Sized>(
+        &self,
+        lengths: &L,
+        seed: u32,
+        num_threads: usize,
+    ) -> Result<GptIndex, BuildError> {
+        // The order of the draws is part of the result: documents first, then samples.
+        let mut random = Mt19937::new(seed);
+        let (document_index, shuffle_index) = if num_threads > 1 && self.num_samples >= THREADS_FROM {
+            let mut later = random.clone();
+            std::thread::scope(|scope| {
+                let shuffle = scope.spawn(move || {
+                    // The draws of the documents depend on their number alone.
+                    let (mixed, last) = self.document_parts();
+                    later.skip_shuffle(mixed);
+                    later.skip_shuffle(last);
+                    self.shuffle_index(&mut later)
+                });
+                let documents = self.document_index(&mut random);
+                let shuffle = shuffle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+                Ok::<_, BuildError>((documents?, shuffle?))
+            })?
+        } else {
+            (self.document_index(&mut random)?, self.shuffle_index(&mut random)?)
+        };
+        let sample_index = if self.is_narrow() {
+            SampleIndex::I32(Column::Owned(self.sample_index(lengths, &document_index, |value| value as i32)?))
+        } else {
+            SampleIndex::I64(Column::Owned(self.sample_index(lengths, &document_index, |value| value)?))
+        };
+        Ok(self.index(Column::Owned(document_index), sample_index, shuffle_index))
+    }
+
+    fn index(&self, document_index: Column<i32>, sample_index: SampleIndex, shuffle_index: ShuffleIndex) -> GptIndex {
+        GptIndex {
+            document_index,
+            sample_index,
+            shuffle_index,
+            num_epochs: self.num_epochs,
+            separate_last_epoch: self.samples_before_last.is_some(),
+            tokens_per_epoch: self.tokens_per_epoch,
+        }
+    }
+
+    /// Whether positions in the document index fit into 32 bits. Lengths always do.
+    fn is_narrow(&self) -> bool {
+        self.num_documents().is_some_and(|count| i32::try_from(count).is_ok())
+    }
+
+    fn num_documents(&self) -> Option<u64> {
+        (self.sequences.len() as u64).checked_mul(self.num_epochs)
+    }
+
+    /// Entries of the document index that are shuffled together, and those of the last epoch if it is shuffled apart.
+    fn document_parts(&self) -> (u64, u64) {
+        let (total, last) = (self.num_documents().unwrap_or(u64::MAX), self.sequences.len() as u64);
+        if self.samples_before_last.is_some() { (total - last, last) } else { (total, 0) }
+    }
+
+    /// Opens the arrays of a cache, if they have the types and shapes that follow from the lengths.
+    fn open(&self, place: &CachePlace) -> Result<GptIndex, String> {
+        let too_large = || "too large for this machine".to_owned();
+        let count = |count: Option<u64>| count.and_then(|count| usize::try_from(count).ok()).ok_or_else(too_large);
+        let documents = Column::open_npy(&place.file("document_index.npy"), count(self.num_documents())?, 1)?;
+        let (path, rows) = (place.file("sample_index.npy"), count(self.num_samples.checked_add(1))?);
+        let samples = if self.is_narrow() {
+            SampleIndex::I32(Column::open_npy(&path, rows, 2)?)
+        } else {
+            SampleIndex::I64(Column::open_npy(&path, rows, 2)?)
+        };
+        let (path, len) = (place.file("shuffle_index.npy"), count(Some(self.num_samples))?);
+        let shuffle = if self.is_order_narrow() {
+            ShuffleIndex::U32(Column::open_npy(&path, len, 1)?)
+        } else {
+            ShuffleIndex::I64(Column::open_npy(&path, len, 1)?)
+        };
+        Ok(self.index(documents, samples, shuffle))
+    }
+
+    /// Whether an index that another program wrote is one of these lengths: every sequence as often as there are epochs,
+    /// the very samples that follow from them, every sample once. Only the order of the draws is taken on trust.
+    fn compare<L: SequenceLengths + ?Sized>(&self, lengths: &L, index: &GptIndex) -> Result<(), String> {
+        let mut left = vec![self.num_epochs; self.sequences.len()];
+        let mut documents = Vec::with_capacity(index.document_index.len());
+        for document in index.document_index.iter() {
+            let number = i64::from(document) - i64::from(self.sequences.start);
+            let place = usize::try_from(number).ok().and_then(|number| left.get_mut(number));
+            match place {
+                Some(left) if *left > 0 => *left -= 1,
+                _ => return Err(format!("its document index holds sequence {document} too often")),
+            }
+            documents.push(document);
+        }
+        let same = match &index.sample_index {
+            SampleIndex::I32(rows) => {
+                let own = self.sample_index(lengths, &documents, |value| value as i32);
+                own.is_ok_and(|own| rows.iter().eq(own))
+            }
+            SampleIndex::I64(rows) => {
+                let own = self.sample_index(lengths, &documents, |value| value);
+                own.is_ok_and(|own| rows.iter().eq(own))
+            }
+        };
+        if !same {
+            return Err("its sample index was made from other lengths".to_owned());
+        }
+        let mut missing = vec![true; index.shuffle_index.len()];
+        for position in 0..index.shuffle_index.len() {
+            let sample = index.shuffle_index.get(position).and_then(|sample| missing.get_mut(sample));
+            match sample {
+                Some(missing) if *missing => *missing = false,
+                _ => return Err(format!("its shuffle index is no order of the samples at position {position}")),
+            }
+        }
+        Ok(())
+    }
+
     fn new<L: SequenceLengths + ?Sized>(
         lengths: &L,
         sequences: Range<usize>,
@@ -262,17 +398,11 @@ impl Plan {
     }
 
     fn document_index(&self, random: &mut Mt19937) -> Result<Vec<i32>, BuildError> {
-        let per_epoch = self.sequences.len() as u64;
-        let entries = per_epoch.checked_mul(self.num_epochs);
-        let mut index = self.reserve("document", entries)?;
+        let mut index = self.reserve("document", self.num_documents())?;
         for _ in 0..self.num_epochs {
             index.extend(self.sequences.clone());
         }
-        let together = match self.samples_before_last {
-            Some(_) => index.len() - self.sequences.len(),
-            None => index.len(),
-        };
-        let (mixed, last) = index.split_at_mut(together);
+        let (mixed, last) = index.split_at_mut(self.document_parts().0 as usize);
         random.shuffle(mixed);
         random.shuffle(last);
         Ok(index)
@@ -322,7 +452,19 @@ impl Plan {
         Ok(rows)
     }
 
-    fn shuffle_index<T: Copy>(&self, random: &mut Mt19937, convert: impl Fn(u64) -> T) -> Result<Vec<T>, BuildError> {
+    fn is_order_narrow(&self) -> bool {
+        self.num_samples < u64::from(u32::MAX) - 1
+    }
+
+    fn shuffle_index(&self, random: &mut Mt19937) -> Result<ShuffleIndex, BuildError> {
+        Ok(if self.is_order_narrow() {
+            ShuffleIndex::U32(Column::Owned(self.shuffled(random, |sample| sample as u32)?))
+        } else {
+            ShuffleIndex::I64(Column::Owned(self.shuffled(random, |sample| sample as i64)?))
+        })
+    }
+
+    fn shuffled<T: Copy>(&self, random: &mut Mt19937, convert: impl Fn(u64) -> T) -> Result<Vec<T>, BuildError> {
         let mut index = self.reserve("shuffle", Some(self.num_samples))?;
         index.extend((0..self.num_samples).map(convert));
         // Megatron's float32 count may fall short of the exact one.
@@ -447,10 +589,22 @@ mod tests {
         let lengths = [10; 10];
         let separate = build(&lengths, IndexConfig { num_samples: Some(25), ..CONFIG });
         assert_eq!((separate.num_epochs, separate.separate_last_epoch), (2, true));
-        let ShuffleIndex::U32(order) = &separate.shuffle_index else { panic!("few samples") };
+        let ShuffleIndex::U32(Column::Owned(order)) = &separate.shuffle_index else { panic!("few samples") };
         assert!(order[..24].iter().all(|&sample| sample < 24) && order[24..].iter().all(|&sample| sample >= 24));
         let mixed = build(&lengths, IndexConfig { num_samples: Some(48), ..CONFIG });
         assert_eq!((mixed.num_epochs, mixed.separate_last_epoch), (2, false));
+    }
+
+    #[test]
+    fn threads_do_not_change_a_bit() {
+        let lengths: Vec<i32> = (0..5000).map(|number| number * 31 % 97).collect();
+        for num_samples in [None, Some(60_000), Some(100_000), Some(130_000)] {
+            let config = IndexConfig { num_samples, ..CONFIG };
+            let one = GptIndex::build(&lengths[..], 0..5000, &config).unwrap();
+            assert!(one.shuffle_index.len() as u64 >= THREADS_FROM);
+            let (two, _) = GptIndex::build_with(&lengths[..], 0..5000, &config, 2, None).unwrap();
+            assert!(one == two, "{num_samples:?}");
+        }
     }
 
     /// Lengths of sequences that no machine holds.

@@ -82,6 +82,22 @@ impl Mt19937 {
         }
     }
 
+    /// Makes the draws of a [`shuffle`](Self::shuffle) of `len` items, and shuffles nothing.
+    pub fn skip_shuffle(&mut self, len: u64) {
+        let mut bound = len.saturating_sub(1);
+        while bound > u64::from(u32::MAX) {
+            self.draw_wide(bound);
+            bound -= 1;
+        }
+        let mut partners = [0u32; AHEAD];
+        while bound > 0 {
+            let mask = u32::MAX >> (bound as u32).leading_zeros();
+            let count = AHEAD.min(bound as usize - (mask >> 1) as usize);
+            self.draw_descending(bound as u32, mask, &mut partners[..count]);
+            bound -= count as u64;
+        }
+    }
+
     /// Draws from `[0, bound]`, `[0, bound - 1]`, ... by masked rejection, one output a try.
     fn draw_descending(&mut self, bound: u32, mask: u32, partners: &mut [u32]) {
         let mut filled = 0;
@@ -159,7 +175,11 @@ mod tests {
                 expected.swap(bound, partner.unwrap() as usize);
             }
             assert_eq!(items, expected, "length {len}");
-            assert_eq!(random.next_u32(), one_by_one.next_u32(), "draws used for length {len}");
+            let mut skipping = Mt19937::new(len);
+            skipping.skip_shuffle(u64::from(len));
+            let next = random.next_u32();
+            assert_eq!(next, one_by_one.next_u32(), "draws used for length {len}");
+            assert_eq!(next, skipping.next_u32(), "draws skipped for length {len}");
         }
     }
 

@@ -1,33 +1,16 @@
 //! The index against a walk that restates Megatron's step by step, and the samples against the tokens of the file.
 #![expect(clippy::unwrap_used, reason = "a test ends where its set-up fails")]
 
-use std::fs;
+mod pairs;
+
 use std::path::Path;
 use std::sync::Arc;
 
 use megaflow_core::{Piece, SampleError, SampleLayout, SampleSource};
 use megaflow_indexed::IndexedDataset;
 use megaflow_sample::{BuildError, GptConfig, GptDataset, GptIndex, IndexConfig, SampleIndex, SplitMatrix, SplitName};
+use pairs::write_pair;
 use proptest::prelude::*;
-
-/// A pair whose token `t` of all tokens is `t`, one document a sequence.
-fn write_pair(prefix: &Path, lengths: &[i32]) {
-    let mut index = b"MMIDIDX\0\0".to_vec();
-    index.extend(1u64.to_le_bytes());
-    index.push(8);
-    index.extend((lengths.len() as u64).to_le_bytes());
-    index.extend((lengths.len() as u64 + 1).to_le_bytes());
-    lengths.iter().for_each(|length| index.extend(length.to_le_bytes()));
-    let mut tokens = 0i64;
-    for &length in lengths {
-        index.extend((2 * tokens).to_le_bytes());
-        tokens += i64::from(length);
-    }
-    (0..=lengths.len() as i64).for_each(|boundary| index.extend(boundary.to_le_bytes()));
-    fs::write(prefix.with_extension("idx"), index).unwrap();
-    let data: Vec<u8> = (0..tokens as u16).flat_map(u16::to_le_bytes).collect();
-    fs::write(prefix.with_extension("bin"), data).unwrap();
-}
 
 fn config(seq_len: usize) -> GptConfig {
     let index = IndexConfig { seq_len, num_samples: None, seed: 3, add_extra_token: true, keep_partial: false };
@@ -156,8 +139,8 @@ proptest! {
             }
         };
         let samples = index.shuffle_index.len();
-        let expected = walk(&lengths, &index.document_index, samples, seq_len as i64, i64::from(add_extra_token));
-        prop_assert_eq!(&index.sample_index, &SampleIndex::I32(expected));
+        let expected = walk(&lengths, index.document_index.as_slice().unwrap(), samples, seq_len as i64, i64::from(add_extra_token));
+        prop_assert_eq!(&index.sample_index, &SampleIndex::I32(Column::Owned(expected)));
         prop_assert!(num_samples.is_none_or(|wanted| samples as u64 >= wanted));
         let mut order: Vec<usize> = (0..samples).map(|position| index.shuffle_index.get(position).unwrap()).collect();
         order.sort();
