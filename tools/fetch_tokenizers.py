@@ -156,6 +156,7 @@ def write_rules(folder: Path) -> None:
         if path.is_file():
             continue
         source = folder / split.family / "rule.py"
+        rule: dict[str, object]
         if source.is_file():
             rule = {"pat_str": constant_of(source, split.constant), "special_tokens": split.special_tokens}
         else:
