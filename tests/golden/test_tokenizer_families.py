@@ -1,7 +1,7 @@
 """Every tokenizer over every document of the three corpora: against its reference, and against the recorded ids.
 
-The live comparison is left out unless asked for (`pytest -m tokenizers`); the recorded ids of the shared tokenizers, a
-hash over all documents each (tools/make_tokenizer_golden.py made them from the references), are compared in every run.
+The live comparison is left out unless asked for (`pytest -m tokenizers`); the recorded ids, a hash over all documents
+of a corpus each (tools/make_tokenizer_golden.py made them from the references), are compared in every run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_the_sample_has_the_recorded_ids(
     assert digest(ids, np.diff(offsets)) == RECORDED["families"][family.name]["corpora"]["sample"]
 
 
-@pytest.mark.parametrize("family", [param for param in FAMILIES[: len(SHARED)] if param.id not in SLOW_HERE])
+@pytest.mark.parametrize("family", [param for param in FAMILIES if param.id not in SLOW_HERE])
 def test_every_document_has_the_recorded_ids(
     family: Family, texts: dict[str, list[str]], shared: Path, fetched_tokenizers: Path
 ) -> None:
