@@ -1,6 +1,8 @@
 //! Many texts at once, on several threads.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use crate::{EncodeOptions, SpecialTokensInText, TokenizeError, Tokenizer};
@@ -25,8 +27,57 @@ struct Piece<'a> {
     ends_text: bool,
 }
 
-/// What a thread made of a chunk of pieces: ids, and where in them texts end.
-type Chunk = Result<(Vec<u32>, Vec<usize>, u64), TokenizeError>;
+/// What a thread made of a chunk of pieces.
+#[derive(Default)]
+struct Chunk {
+    ids: Vec<u32>,
+    /// Where in `ids` texts end.
+    ends: Vec<usize>,
+    special_hits: u64,
+}
+
+/// The batch as far as chunks have come in without a gap. Ids are kept once: a chunk that is next goes to the end of the
+/// batch, and only chunks that came too early wait.
+#[derive(Default)]
+struct Joined {
+    batch: EncodedBatch,
+    next: usize,
+    waiting: BTreeMap<usize, Result<Chunk, TokenizeError>>,
+    /// The error of the first text that has one.
+    error: Option<TokenizeError>,
+}
+
+impl Joined {
+    /// Takes the chunk of a place, or leaves it empty for the next use; `false` if no more are wanted.
+    fn add(&mut self, place: usize, chunk: &mut Chunk, outcome: Result<(), TokenizeError>) -> bool {
+        if place == self.next {
+            self.append(outcome.map(|()| &*chunk));
+            while let Some(waiting) = self.waiting.remove(&self.next) {
+                match waiting {
+                    Ok(chunk) => self.append(Ok(&chunk)),
+                    Err(error) => self.append(Err(error)),
+                }
+            }
+        } else {
+            self.waiting.insert(place, outcome.map(|()| std::mem::take(chunk)));
+        }
+        self.error.is_none()
+    }
+
+    fn append(&mut self, chunk: Result<&Chunk, TokenizeError>) {
+        self.next += 1;
+        match chunk {
+            _ if self.error.is_some() => {}
+            Err(error) => self.error = Some(error),
+            Ok(chunk) => {
+                let before = self.batch.ids.len();
+                self.batch.ids.extend_from_slice(&chunk.ids);
+                self.batch.offsets.extend(chunk.ends.iter().map(|end| (before + end) as i64));
+                self.batch.special_hits += chunk.special_hits;
+            }
+        }
+    }
+}
 
 impl Tokenizer {
     /// Ids of `texts`, the same for any number of threads.
@@ -42,32 +93,19 @@ impl Tokenizer {
         let pieces = self.pieces(texts, options);
         let chunks = chunks_of(&pieces);
         let next = AtomicUsize::new(0);
-        let threads = threads.clamp(1, chunks.len().max(1));
-        let mut done: Vec<Option<Chunk>> = (0..chunks.len()).map(|_| None).collect();
-        let results = thread::scope(|scope| {
-            let work = || self.encode_chunks(&chunks, options, &next);
-            let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
-            let mut results = work();
-            for other in others {
-                match other.join() {
-                    Ok(more) => results.extend(more),
-                    Err(panic) => std::panic::resume_unwind(panic),
-                }
-            }
-            results
-        });
-        for (place, chunk) in results {
-            done[place] = Some(chunk);
-        }
-        let mut batch = EncodedBatch { offsets: vec![0], ..EncodedBatch::default() };
-        for chunk in done.into_iter().flatten() {
-            let (ids, ends, hits) = chunk?;
-            let before = batch.ids.len();
-            batch.ids.extend_from_slice(&ids);
-            batch.offsets.extend(ends.iter().map(|end| (before + end) as i64));
-            batch.special_hits += hits;
-        }
-        Ok(batch)
+        let batch = EncodedBatch { offsets: vec![0], ..EncodedBatch::default() };
+        let joined = Mutex::new(Joined { batch, ..Joined::default() });
+        thread::scope(|scope| {
+            let work = || self.encode_chunks(&chunks, options, &next, &joined);
+            let others: Vec<_> = (1..threads.clamp(1, chunks.len().max(1))).map(|_| scope.spawn(work)).collect();
+            let own = work();
+            others.into_iter().fold(own, |outcome, other| match other.join() {
+                Ok(other) => outcome.and(other),
+                Err(panic) => std::panic::resume_unwind(panic),
+            })
+        })?;
+        let joined = joined.into_inner().unwrap_or_else(PoisonError::into_inner);
+        joined.error.map_or(Ok(joined.batch), Err)
     }
 
     /// The texts, long ones in parts. A special token or a token around each text would not survive a cut.
@@ -87,30 +125,33 @@ impl Tokenizer {
         pieces
     }
 
+    /// Encodes chunks, one after the other, until there are no more.
     fn encode_chunks(
         &self,
         chunks: &[&[Piece<'_>]],
         options: EncodeOptions,
         next: &AtomicUsize,
-    ) -> Vec<(usize, Chunk)> {
-        let mut encoder = match self.encoder(options) {
-            Ok(encoder) => encoder,
-            Err(error) => return vec![(0, Err(error))],
-        };
-        let mut done = Vec::new();
+        joined: &Mutex<Joined>,
+    ) -> Result<(), TokenizeError> {
+        let mut encoder = self.encoder(options)?;
+        let mut made = Chunk::default();
         loop {
             let place = next.fetch_add(1, Ordering::Relaxed);
-            let Some(chunk) = chunks.get(place) else { return done };
+            let Some(chunk) = chunks.get(place) else { return Ok(()) };
             let hits = encoder.special_hits();
-            let (mut ids, mut ends) = (Vec::new(), Vec::new());
-            let encoded = chunk.iter().try_for_each(|piece| {
-                encoder.encode(piece.text, &mut ids)?;
+            made.ids.clear();
+            made.ends.clear();
+            let outcome = chunk.iter().try_for_each(|piece| {
+                encoder.encode(piece.text, &mut made.ids)?;
                 if piece.ends_text {
-                    ends.push(ids.len());
+                    made.ends.push(made.ids.len());
                 }
                 Ok(())
             });
-            done.push((place, encoded.map(|()| (ids, ends, encoder.special_hits() - hits))));
+            made.special_hits = encoder.special_hits() - hits;
+            if !joined.lock().unwrap_or_else(PoisonError::into_inner).add(place, &mut made, outcome) {
+                return Ok(());
+            }
         }
     }
 }
@@ -172,5 +213,28 @@ mod tests {
         }
         assert!(tokenizer.cut_point(&long, CHUNK_BYTES).is_some(), "long texts are cut");
         assert_eq!(tokenizer.encode_batch(&[], EncodeOptions::default(), 3).unwrap().offsets, [0]);
+    }
+
+    #[test]
+    fn chunks_that_come_out_of_order_are_joined_in_order() {
+        let chunk = |ids: &[u32]| Chunk { ids: ids.to_vec(), ends: vec![ids.len()], special_hits: 1 };
+        let mut joined = Joined::default();
+        assert!(joined.add(2, &mut chunk(&[5]), Ok(())));
+        assert!(joined.add(1, &mut chunk(&[3, 4]), Ok(())));
+        assert!(joined.batch.ids.is_empty());
+        assert!(joined.add(0, &mut chunk(&[1, 2]), Ok(())));
+        assert_eq!(
+            (joined.batch.ids, joined.batch.offsets, joined.batch.special_hits),
+            (vec![1, 2, 3, 4, 5], vec![2, 4, 5], 3)
+        );
+    }
+
+    #[test]
+    fn the_first_error_is_told() {
+        let failed = |text: &str| Err(TokenizeError::invalid(text));
+        let mut joined = Joined::default();
+        assert!(joined.add(1, &mut Chunk::default(), failed("second")));
+        assert!(!joined.add(0, &mut Chunk::default(), failed("first")));
+        assert!(joined.error.unwrap().to_string().contains("first"));
     }
 }
