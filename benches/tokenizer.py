@@ -222,8 +222,8 @@ def adversarial_section(setting: Setting) -> dict[str, Any]:
     results = {}
     for kind, row in spent.items():
         figures = {name: median(values) * 1000 for name, values in row.items()}
-        best = min(value for name, value in figures.items() if name != OURS)
-        cells = " | ".join(f"{figures[name]:.1f}" for name in engines)
+        best = min(value for name, value in figures.items() if name != OURS and value == value)
+        cells = " | ".join("fails" if figures[name] != figures[name] else f"{figures[name]:.1f}" for name in engines)
         print(f"| {kind} | {cells} | {figures[OURS] / best:.2f} |", flush=True)
         results[kind] = figures
     return results
