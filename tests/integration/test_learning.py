@@ -27,9 +27,9 @@ MODEL = (
 )
 RECIPE = (
     *("--optimizer", "muon", "--lr", "8e-3", "--weight-decay", "0.1", "--adam-beta2", "0.95"),
-    *("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "linear", "--lr-wsd-decay-iters", "100"),
-    *("--lr-warmup-iters", "20", "--train-iters", "300", "--global-batch-size", "16", "--micro-batch-size", "16"),
-    *("--log-interval", "20", "--eval-interval", "100", "--eval-iters", "50"),
+    *("--lr-decay-style", "WSD", "--lr-wsd-decay-style", "linear", "--lr-wsd-decay-iters", "80"),
+    *("--lr-warmup-iters", "20", "--train-iters", "200", "--global-batch-size", "16", "--micro-batch-size", "16"),
+    *("--log-interval", "50", "--eval-interval", "200", "--eval-iters", "50"),
 )
 
 

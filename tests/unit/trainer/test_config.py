@@ -269,7 +269,7 @@ def test_a_preset_is_below_the_recipe_and_the_recipe_below_the_flags(tmp_path: P
             ("--recompute-activations", "--recompute-budget", "0.1", "--recompute-modules", "mlp"),
             "are two ways to choose parts; give one of them",
         ),
-        (("--mscale-all-dim", "1"), "is for model.is_latent (--multi-latent-attention)"),
+        (("--mscale-all-dim", "1"), "(--mscale-all-dim) is for model.is_latent; give that or drop this"),
         (("--mscale", "0.5"), "are for model.rotary_scaling (--rotary-scaling) yarn"),
         (("--fp8-format", "e5m2"), "step.fp8 (--fp8-format) must be one of none, hybrid, e4m3, got 'e5m2'"),
         (("--all-bf16",), "is for bf16, and this run is fp32; give --bf16 or drop it"),

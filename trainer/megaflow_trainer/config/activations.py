@@ -71,36 +71,57 @@ def describe_attention(model: ModelConfig, *, seq_len: int, item_bytes: int, ker
     """The half of a block that attends."""
     a, h, n = item_bytes, model.hidden_dim, model.num_heads
     seen = count_seen(seq_len, min(seq_len, model.window or seq_len))
-    is_plain = not (model.is_latent or model.rotary_dim or model.qk_norm or model.window)
+    is_sliced = not (model.is_latent or model.rotary_dim or model.qk_norm)  # queries are slices of the first product
     if model.is_latent:
         before, before_flops, qk, v = _describe_latent(model, a, kernels)
     else:
         d, g = model.head_width, model.kv_heads
-        turned = (n + g) * d if model.rotary_dim or model.qk_norm else 0  # else the first product's own slices are kept
+        turned = 0 if is_sliced else (n + g) * d
         normed = _keep_norm(model, (n + g) * d, n + g, a, kernels, has_input=False) if model.qk_norm else 0
-        before, before_flops = a * ((n + 2 * g) * d + turned) + normed, 2.0 * h * (n + 2 * g) * d
+        before, before_flops = float(a * ((n + 2 * g) * d + turned) + normed), 2.0 * h * (n + 2 * g) * d
         qk = v = d
-    result = a * n * v * (1 if kernels.is_output_shared or is_plain else 2) + 4 * n
-    if model.attention == "math":
-        groups = 0 if model.kv_heads == n else 2 * a * n * qk
-        result = a * n * v + n * seq_len * (max(a, 4) + (a if a < 4 else 0)) + groups
-        result += n * seq_len * a if model.attention_dropout else 0
+    core_input = before
+    core = a * n * v * (1 if kernels.is_output_shared or (is_sliced and not model.window) else 2) + 4 * n
+    if model.attention == "math":  # it copies keys and values, and keeps the copies instead
+        before -= _drop_before_math(model, a, kernels)
+        core = _keep_math(model, seq_len, a, qk, v)
     return Half(
         parts=("attention_core", "attention", "attention_norm"),
         before=before,
-        core_input=before,
-        core=result,
+        core_input=core_input,
+        core=core,
         before_flops=before_flops,
         core_flops=2.0 * seen * n * (qk + v),
         **_describe_frame(model, a, kernels),
     )
 
 
+def _drop_before_math(model: ModelConfig, a: int, kernels: Kernels) -> float:
+    """What only fused kernels keep of what comes before them: keys, and the product that values are slices of."""
+    n, g, d = model.num_heads, model.kv_heads, model.head_width
+    if model.is_latent:
+        return a * n * (model.qk_dim + model.qk_rotary_dim + model.qk_dim + model.v_dim)
+    if not (model.rotary_dim or model.qk_norm):
+        return a * 2 * g * d
+    is_kept_by_norms = model.qk_norm and not _is_widened(model, a, kernels)
+    return a * (g * d + (0 if is_kept_by_norms else (n + 2 * g) * d))
+
+
+def _keep_math(model: ModelConfig, seq_len: int, a: int, qk: int, v: int) -> float:
+    """Attention written out: copies of keys and values, weights of all pairs before and after rounding, the result."""
+    weights = max(a, 4) + (a if a < 4 else 0) + (a if model.attention_dropout else 0)
+    return model.num_heads * (a * (qk + v) + weights * seq_len + a * v)
+
+
 def _describe_latent(model: ModelConfig, a: int, kernels: Kernels) -> tuple[float, float, int, int]:
     """Bytes and FLOPs before the core of latent attention, and its head widths of queries and values."""
     h, n, c, r = model.hidden_dim, model.num_heads, model.kv_latent_dim, model.qk_rotary_dim
     qk, up = model.qk_dim + r, n * (model.qk_dim + model.v_dim)
-    latent = a * (c + r) + _keep_norm(model, c, 1, a, kernels, has_input=False) + a * c
+    latent = (
+        (0 if _is_widened(model, a, kernels) else a * (c + r))
+        + _keep_norm(model, c, 1, a, kernels, has_input=False)
+        + a * c
+    )
     flops = 2.0 * (h * (c + r) + c * up)
     queries = model.q_latent_dim
     if queries is None:
@@ -143,6 +164,11 @@ def _keep_mask(model: ModelConfig, a: int, kernels: Kernels) -> float:
     return (kernels.mask_bytes or a) * model.hidden_dim if model.hidden_dropout else 0
 
 
+def _is_widened(model: ModelConfig, a: int, kernels: Kernels) -> bool:
+    """Whether a norm keeps a wider copy of its input instead of the input."""
+    return model.norm == "RMSNorm" and not kernels.is_norm_fused and a < 4
+
+
 def _keep_norm(model: ModelConfig, width: int, rows: int, a: int, kernels: Kernels, *, has_input: bool = True) -> float:
     """Bytes kept by a norm over `rows` vectors of `width` channels in all; its input may be kept by others already."""
     wide = max(a, 4)
@@ -150,7 +176,7 @@ def _keep_norm(model: ModelConfig, width: int, rows: int, a: int, kernels: Kerne
         return (a * width if has_input else 0) + 8 * rows
     if kernels.is_norm_fused:
         return (a * width if has_input else 0) + 4 * rows
-    return (wide * width if has_input or a < wide else 0) + wide * width + wide * rows
+    return (wide * width if has_input or _is_widened(model, a, kernels) else 0) + wide * width + wide * rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -72,7 +72,7 @@ def check_shape(model: ModelConfig) -> list[str]:
             f"a rotated part of {model.rotary_dim} channels has no pairs; make model.head_dim even and larger"
         )
     if model.rotary_mscale_all_dim and not model.is_latent:
-        faults.append("model.rotary_mscale_all_dim is for model.is_latent; give it or drop this")
+        faults.append("model.rotary_mscale_all_dim is for model.is_latent; give that or drop this")
     if (model.rotary_mscale_all_dim or model.rotary_mscale != 1) and model.rotary_scaling != "yarn":
         faults.append("model.rotary_mscale and model.rotary_mscale_all_dim are for model.rotary_scaling yarn; give it")
     if model.rotary_scaling != "none" and model.rotary_factor == 1:
