@@ -153,7 +153,7 @@ def test_compression_narrows_and_offload_moves_all_but_the_loss() -> None:
 
 def test_a_llama_layer_is_the_sum_written_out() -> None:
     h, f, n, g, d = 64, 128, 4, 2, 16
-    attention = 2 * h + 4 + 2 * h + 2 * (n + 2 * g) * d + 2 * (n + g) * d + 2 * n * d + 4 * n
+    attention = 2 * h + 4 + 2 * h + 2 * (n + 2 * g) * d + 2 * (n + g) * d + 2 * 2 * n * d + 4 * n
     mlp = 2 * h + 4 + 2 * h + 4 * 2 * f
     difference = count({}, **LLAMA, ffn_dim=f).kept - count({}, **LLAMA, ffn_dim=f, num_layers=2).kept
     assert difference == BATCH * LENGTH * (attention + mlp)

@@ -28,13 +28,10 @@ class Kernels:
     """An element of a dropout mask; None: as wide as the activation."""
     is_norm_fused: bool
     """Whether RMSNorm is one kernel; otherwise its input and its result before the weight are kept in fp32."""
-    is_output_shared: bool
-    """Whether attention's result always has the layout that the projection reads, so that both keep one tensor;
-    otherwise only where queries are slices of the first product and no mask is given."""
 
 
-GPU = Kernels(mask_bytes=1, is_norm_fused=True, is_output_shared=True)
-CPU = Kernels(mask_bytes=None, is_norm_fused=False, is_output_shared=False)
+GPU = Kernels(mask_bytes=1, is_norm_fused=True)
+CPU = Kernels(mask_bytes=None, is_norm_fused=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +78,8 @@ def describe_attention(model: ModelConfig, *, seq_len: int, item_bytes: int, ker
         before, before_flops = float(a * ((n + 2 * g) * d + turned) + normed), 2.0 * h * (n + 2 * g) * d
         qk = v = d
     core_input = before
-    core = a * n * v * (1 if kernels.is_output_shared or (is_sliced and not model.window) else 2) + 4 * n
+    # The result has the layout of the queries. That of slices is what the projection reads; another is copied for it.
+    core = a * n * v * (1 if is_sliced and not model.window else 2) + 4 * n
     if model.attention == "math":  # it copies keys and values, and keeps the copies instead
         before -= _drop_before_math(model, a, kernels)
         core = _keep_math(model, seq_len, a, qk, v)
