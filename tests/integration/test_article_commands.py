@@ -114,7 +114,7 @@ def test_a_training_line_runs_but_for_what_is_not_built(
     own = {**places, "--save": str(tmp_path / "d"), "--load": str(tmp_path / "d")}
     flags = scale_down(lines[number], own)
     with pytest.raises(ConfigError) as caught:
-        read_command(flags, world_size=2)
+        read_command(flags, world_size=8)
     faults = [line for line in str(caught.value).split("\n") if "faults in the configuration" not in line]
     asked = [name for name in NOT_BUILT if name in flags]
     assert len(faults) == len(asked)
