@@ -79,7 +79,7 @@ def describe_attention(model: ModelConfig, *, seq_len: int, item_bytes: int, ker
         qk = v = d
     core_input = before
     # The result has the layout of the queries. That of slices is what the projection reads; another is copied for it.
-    core = a * n * v * (1 if is_sliced and not model.window else 2) + 4 * n
+    core = float(a * n * v * (1 if is_sliced and not model.window else 2) + 4 * n)
     if model.attention == "math":  # it copies keys and values, and keeps the copies instead
         before -= _drop_before_math(model, a, kernels)
         core = _keep_math(model, seq_len, a, qk, v)
