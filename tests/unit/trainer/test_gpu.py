@@ -128,8 +128,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen": {**LLAMA, "qk_norm": True},
     "window": {"window": 64, "attention_dropout": 0.0},
     "latent": {
-        **{**LLAMA, "num_kv_heads": None, "is_latent": True, "kv_latent_dim": 128},
-        **{"qk_dim": 64, "qk_rotary_dim": 32, "v_dim": 64},
+        **LLAMA,
+        "num_kv_heads": None,
+        "is_latent": True,
+        "kv_latent_dim": 128,
+        "qk_dim": 64,
+        "qk_rotary_dim": 32,
+        "v_dim": 64,
     },
     "nemotron": {**LLAMA, "norm": "LayerNorm", "activation": "squared_relu"},
 }
