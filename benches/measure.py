@@ -34,7 +34,9 @@ def _cpu_seconds() -> float:
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def compare(title: str, unit: str, amount: float, sides: Mapping[str, Callable[[], object]], *, repeats: int) -> None:
+def compare(
+    title: str, unit: str, amount: float, sides: Mapping[str, Callable[[], object]], *, repeats: int
+) -> dict[str, Spent]:
     """Runs the sides in turn and prints a table of medians, each compared with the last side, the rival.
 
     Args:
@@ -43,6 +45,9 @@ def compare(title: str, unit: str, amount: float, sides: Mapping[str, Callable[[
         amount: what one run gets through.
         sides: name and work; the first is ours, the last the rival that ratios refer to.
         repeats: runs of each side, after one that is not counted.
+
+    Returns:
+        Medians of each side.
     """
     spent: dict[str, list[Spent]] = {name: [] for name in sides}
     for work in sides.values():
@@ -58,6 +63,7 @@ def compare(title: str, unit: str, amount: float, sides: Mapping[str, Callable[[
         speeds = f"{amount / row.wall_s:14.4g} {amount / row.cpu_s:14.4g}"
         print(f"{name:32} {speeds} {rival.wall_s / row.wall_s:13.2f} {rival.cpu_s / row.cpu_s:12.2f}", flush=True)
     save(title, {"unit": unit, "amount": amount, "runs": spent, "machine": machine()})
+    return rows
 
 
 def _median(runs: list[Spent]) -> Spent:

@@ -102,8 +102,8 @@ def test_what_cannot_run_anywhere_is_refused(cluster: Any, corpus: Path, tmp_pat
 def test_a_node_lost_half_way_changes_nothing(
     cluster: Any, corpus: Path, expected: list[bytes], tmp_path: Path
 ) -> None:
-    """Every shard is slowed down by a journal entry for each of many small blocks, so that the loss hits one at work."""
-    slow = replace(options(tmp_path), block_bytes=256, journal_every_s=0.0)
+    """Every shard is slowed down by a journal entry for each of many blocks, so that the loss hits one at work."""
+    slow = replace(options(tmp_path), block_bytes=8192, journal_every_s=0.0)
     lost_at: list[int] = []
 
     def notify(done: int, total: int, documents: int) -> None:

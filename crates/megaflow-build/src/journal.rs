@@ -16,8 +16,8 @@ use crate::{BuildError, JobOptions, OnBadRecord};
 
 const JOURNAL_VERSION: u32 = 2;
 /// The setting that says what a bad record does, and its values.
-const BAD_RECORDS: &str = "bad records";
-const POLICIES: [&str; 2] = ["stop the job", "are skipped"];
+const BAD_RECORDS: &str = "policy for bad records";
+const POLICIES: [&str; 2] = ["stop", "skip"];
 
 /// Everything that decides the bytes of a job's result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -47,6 +47,7 @@ fn write(prefix: &Path, documents: &Documents, dtype: TokenDtype, tokenizer: Opt
             num_documents: pair.counts.documents,
             num_empty_documents: pair.counts.empty_documents,
             num_sequences: pair.counts.sequences,
+            sentences: None,
             num_tokens: pair.counts.tokens,
             tokenizer,
             sources: vec![source],

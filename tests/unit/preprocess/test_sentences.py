@@ -1,4 +1,4 @@
-"""`--split-sentences`: each sentence a sequence, as splitting by hand gives them. The Punkt model is made for the test."""
+"""`--split-sentences`: each sentence a sequence, as splitting by hand gives them, with a Punkt model of the test."""
 
 from __future__ import annotations
 

@@ -170,3 +170,26 @@ def test_python_numbers_in_other_keys_are_no_fault(tmp_path: Path) -> None:
     path.write_text('{"score": NaN, "text": "NaN"}\n{"text": "b", "low": -Infinity}\n')
     assert main([str(path)]) == 0
     assert IndexedDataset(tmp_path / "in_text_document").num_documents == 2
+
+
+def test_a_string_of_parquet_that_is_not_utf8_is_a_bad_record_of_its_own(tmp_path: Path) -> None:
+    values = [b"first", b"caf\xe9", "sch\u00f6n".encode(), b"last"]
+    binary = pa.array(values * 3, pa.binary())
+    strings = pa.Array.from_buffers(pa.string(), len(binary), binary.buffers())
+    pytest.importorskip("pyarrow.parquet")
+    nested = pa.ListArray.from_arrays(pa.array([0, 2, 4, 12], pa.int32()), strings)
+    for name, column, bad in (("plain", strings, [2, 6, 10]), ("list", nested, [1, 3])):
+        for encoding in ("dictionary", "plain"):
+            path = tmp_path / f"{name}-{encoding}.parquet"
+            pa.parquet.write_table(
+                pa.table({"text": column}), path, use_dictionary=encoding == "dictionary", row_group_size=7
+            )
+            prefix = str(tmp_path / f"{name}-{encoding}")
+            with pytest.raises(DataFormatError, match=rf"row {bad[0]}: .*UTF-8"):
+                preprocess(path, PreprocessOptions(output_prefix=prefix, restart=True))
+            report = preprocess(path, PreprocessOptions(output_prefix=prefix, restart=True, on_bad_record="skip"))
+            assert report.rejected == {"invalid-utf8": len(bad)}
+            rejects = [json.loads(line) for line in Path(f"{prefix}.rejects.jsonl").read_text().splitlines()]
+            assert [reject["row"] for reject in rejects] == bad
+            mended = PreprocessOptions(output_prefix=prefix, restart=True, invalid_utf8="replace")
+            assert preprocess(path, mended).rejected == {}
