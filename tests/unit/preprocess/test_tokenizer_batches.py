@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +33,6 @@ def tokenizer(family: Family, shared: Path, fetched_tokenizers: Path) -> Tokeniz
 
 def with_special_tokens(tokenizer: Tokenizer, documents: list[str]) -> list[str]:
     """The documents, and special tokens in, before, after and between them."""
-    from itertools import cycle
-
     spelt = [tokenizer.decode([number]) for number in tokenizer.special_ids[:4]]
     assert spelt
     made = list(spelt)
