@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megaflow.errors import ConfigError
+from megaflow.errors import ConfigError, MissingFileError
 from megaflow.inputs import CoreInput, Input, plan_shards, resolve_inputs
 from megaflow.preprocessing import PairReport, PreprocessOptions, PreprocessReport, Progress, default_prefix, run_job
 from megaflow.tokenizer import Tokenizer
@@ -55,10 +55,13 @@ def preprocess_shard(
     again.
 
     Raises:
-        As `preprocess`.
+        ConfigError: if an input is standard input.
+        Otherwise as `preprocess`.
     """
     resolved = resolve_inputs(inputs, takes_text=options.input_format.startswith("text"))
     prefix = shard_prefix(options.output_prefix or default_prefix(inputs), index, num_shards)
+    if any(name == "-" for _, name, _, _ in resolved):
+        raise ConfigError("--shard cuts files: standard input cannot be read by each of the shards")
     shard = plan_shards(resolved, options.input_format, num_shards)[index]
     return run_shard(shard, prefix, options, tokenizer, progress)
 
@@ -103,7 +106,10 @@ def _name_of(shard: Sequence[CoreInput], options: PreprocessOptions, tokenizer: 
 
 def _size_and_time(kind: str, name: str, source: Any) -> tuple[int, int]:
     if kind == "file":
-        status = Path(name).stat()
+        try:
+            status = Path(name).stat()
+        except OSError as error:
+            raise MissingFileError(f"{name}: cannot be looked at: {error.strerror}") from None
         return status.st_size, status.st_mtime_ns
     return (source.size_bytes, 0) if kind == "remote" else (id(source), os.getpid())
 

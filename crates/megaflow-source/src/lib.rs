@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod access;
+mod arrow_footer;
 mod block;
 mod columns;
 mod content;

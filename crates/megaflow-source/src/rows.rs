@@ -16,6 +16,7 @@ use parquet::errors::ParquetError;
 use parquet::file::reader::{ChunkReader, Length};
 
 use crate::access::{ContentHash, RandomAccess, tail_hash};
+use crate::arrow_footer::check_blocks;
 use crate::block::{Block, BlockBody, Keys, Position};
 use crate::columns::TextColumn;
 use crate::decode::Decoded;
@@ -122,6 +123,7 @@ impl RowReader {
         skip: u64,
     ) -> Result<Self, SourceError> {
         let content = footer_content(&path, access.as_ref())?;
+        check_blocks(access.as_ref()).map_err(|detail| damaged(&path, Format::ArrowFile, 0, detail))?;
         let cursor = BufReader::with_capacity(READ_BYTES, Cursor { access, offset: 0 });
         let reader = guarded(|| FileReader::try_new(cursor, None))
             .map_err(|detail| damaged(&path, Format::ArrowFile, 0, detail))?;
