@@ -1,9 +1,10 @@
 //! Encodes the texts of JSONL files and prints MB of text per CPU second.
 //!
 //! ```text
-//! encode_corpus TOKENIZER [--threads N] [--passes N] [--ids OUT] FILE.jsonl ...
+//! encode_corpus TOKENIZER [--threads N] [--passes N] [--fresh N] [--ids OUT] FILE.jsonl ...
 //! ```
-//! The first pass is cold (an empty word cache), later ones are warm. `--ids` writes all ids of a pass as u32, each
+//! The first pass is cold (an empty word cache), later ones are warm. `--fresh` makes N cold passes first, each with a new
+//! encoder, and prints their mean: for texts too short for the clock. `--ids` writes all ids of a pass as u32, each
 //! document ended by u32::MAX, to compare engines with.
 #![allow(clippy::print_stdout, reason = "a command")]
 
@@ -12,7 +13,7 @@ use std::io::Write as _;
 use std::path::Path;
 use std::time::Instant;
 
-use megaflow_tokenize::{EncodeOptions, TokenizerFiles};
+use megaflow_tokenize::{EncodeOptions, Tokenizer, TokenizerFiles};
 
 /// CPU time of the whole process, in seconds.
 fn cpu_seconds() -> f64 {
@@ -37,8 +38,23 @@ fn texts(path: &str) -> Result<Vec<String>, Box<dyn Error>> {
     Ok(texts)
 }
 
+/// Encodes all documents `count` times, each time with a new encoder, and prints the mean CPU time.
+fn print_fresh_passes(tokenizer: &Tokenizer, documents: &[String], count: u32) -> Result<(), Box<dyn Error>> {
+    let cpu = cpu_seconds();
+    for _ in 0..count {
+        let mut encoder = tokenizer.encoder(EncodeOptions::default())?;
+        let mut ids = Vec::new();
+        for document in documents {
+            ids.clear();
+            encoder.encode(document, &mut ids)?;
+        }
+    }
+    println!("fresh {:.3} ms CPU a pass", (cpu_seconds() - cpu) * 1e3 / f64::from(count));
+    Ok(())
+}
+
 fn main() -> Result<(), Box<dyn Error>> {
-    let (mut threads, mut passes, mut ids_path, mut tokenizer_path) = (1usize, 3usize, None, None);
+    let (mut threads, mut passes, mut fresh, mut ids_path, mut tokenizer_path) = (1usize, 3usize, 0u32, None, None);
     let mut documents = Vec::new();
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
@@ -46,6 +62,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         match argument.as_str() {
             "--threads" => threads = value()?.parse()?,
             "--passes" => passes = value()?.parse()?,
+            "--fresh" => fresh = value()?.parse()?,
             "--ids" => ids_path = Some(value()?),
             _ if tokenizer_path.is_none() => tokenizer_path = Some(argument),
             _ => documents.extend(texts(&argument)?),
@@ -76,6 +93,9 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
         }
         file.flush()?;
+    }
+    if fresh > 0 {
+        print_fresh_passes(&tokenizer, &documents, fresh)?;
     }
     let share = documents.len().div_ceil(threads).max(1);
     let results: Vec<Vec<(f64, f64, usize)>> = std::thread::scope(|scope| {

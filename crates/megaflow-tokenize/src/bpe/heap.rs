@@ -77,7 +77,7 @@ impl HeapMerges {
         while at < word.len() {
             // Symbols are single bytes or single characters: the shortest token here that is one.
             let found = (1..=4.min(word.len() - at)).find_map(|len| {
-                let age = trie.longest(&word[at..at + len]);
+                let (age, _) = trie.longest(&word[at..at + len]);
                 let id = if age == NONE { return None } else { ids[age as usize] };
                 (self.len_of[id as usize] as usize == len && self.is_symbol[id as usize]).then_some((id, len))
             });

@@ -1,5 +1,6 @@
 //! Byte pair encoding: vocabulary tables, the miss path, the word cache, the byte-level engine.
 
+mod borders;
 mod bytes;
 mod cache;
 mod engine;

@@ -1,11 +1,13 @@
 //! Longest token that begins a text: a double-array trie over bytes.
 //!
 //! Double arrays: J. Aoe, "An efficient digital search algorithm by using a double-array structure", 1989. Each node is
-//! one word: base of its children, the byte that leads to it, and whether a token ends there. No two nodes share a base,
+//! one word: base of its children, the byte that leads to it, and the token that ends there. No two nodes share a base,
 //! so that the byte alone proves that a slot belongs to the node.
 
-/// Bit of a node at which a token ends.
-const TERMINAL: u32 = 1 << 31;
+/// Bit of a slot that holds a node.
+const USED: u64 = 1 << 31;
+/// Place of the number of the token that ends at a node, plus 1.
+const VALUE: u32 = 32;
 /// Bases are below this.
 const MAX_BASE: usize = 1 << 23;
 /// No token.
@@ -13,12 +15,12 @@ pub(crate) const NONE: u32 = u32::MAX;
 
 /// A set of byte strings, each with a number.
 pub(crate) struct Trie {
-    /// `TERMINAL | base << 8 | label`; a free slot is 0.
-    nodes: Vec<u32>,
-    /// Number of the string that ends at a node.
-    values: Vec<u32>,
-    /// Node reached by the first two bytes, or 0.
-    second: Vec<u32>,
+    /// `value << VALUE | USED | base << 8 | label`; a free slot is 0.
+    nodes: Vec<u64>,
+    /// Nodes that first bytes lead to, or 0.
+    first: Vec<u64>,
+    /// Nodes that the first two bytes lead to, or 0.
+    second: Vec<u64>,
 }
 
 const ROOT: usize = 1;
@@ -27,75 +29,62 @@ impl Trie {
     /// From strings in ascending order without repetition; none is empty. `None` if they are too many for the layout.
     pub(crate) fn build(entries: &[(&[u8], u32)]) -> Option<Self> {
         let mut builder = Builder {
-            trie: Self { nodes: vec![0; 1024], values: vec![NONE; 1024], second: vec![0; 1 << 16] },
+            trie: Self { nodes: vec![0; 1024], first: vec![0; 1 << 8], second: vec![0; 1 << 16] },
             used_bases: vec![false; 1024],
             taken: vec![0; 1024 / 64],
             first_free: 256, // bases of at least 256: the slots below belong to no child
         };
         builder.taken[..256 / 64].fill(u64::MAX);
-        builder.trie.nodes[0] = 1; // never the child of a leaf, whose base is 0
         builder.place(ROOT, entries)?;
         let mut trie = builder.trie;
         trie.nodes.resize(trie.nodes.len().next_multiple_of(256) + 256, 0);
-        for pair in 0..1usize << 16 {
-            let first = trie.step(ROOT, (pair & 0xFF) as u8);
-            trie.second[pair] = first.and_then(|node| trie.step(node, (pair >> 8) as u8)).unwrap_or(0) as u32;
+        for first in 0..=255u8 {
+            let Some(node) = trie.step(trie.nodes[ROOT], first) else { continue };
+            trie.first[usize::from(first)] = node;
+            for second in 0..=255u8 {
+                trie.second[usize::from(first) | usize::from(second) << 8] = trie.step(node, second).unwrap_or(0);
+            }
         }
         Some(trie)
     }
 
+    /// The node that a byte leads to.
     #[inline]
-    fn step(&self, node: usize, byte: u8) -> Option<usize> {
-        let child = (self.nodes[node] >> 8 & (MAX_BASE as u32 - 1)) as usize ^ usize::from(byte);
-        match self.nodes.get(child) {
-            Some(&word) if word & 0xFF == u32::from(byte) && word != 0 => Some(child),
-            _ => None,
-        }
+    fn step(&self, node: u64, byte: u8) -> Option<u64> {
+        let child = self.nodes[(node >> 8 & (MAX_BASE as u64 - 1)) as usize ^ usize::from(byte)];
+        (child & (USED | 0xFF) == USED | u64::from(byte)).then_some(child)
     }
 
     /// Calls `each` with the number and the length of each string that begins `text`, shortest first.
     #[inline]
     pub(crate) fn each_prefix(&self, text: &[u8], mut each: impl FnMut(u32, usize)) {
-        let mut node = ROOT;
+        let mut node = self.nodes[ROOT];
         for (index, &byte) in text.iter().enumerate() {
             match self.step(node, byte) {
                 Some(child) => node = child,
                 None => return,
             }
-            if self.nodes[node] & TERMINAL != 0 {
-                each(self.values[node], index + 1);
+            if node >> VALUE != 0 {
+                each((node >> VALUE) as u32 - 1, index + 1);
             }
         }
     }
 
-    /// Number of the longest string that begins `text`, or [`NONE`].
+    /// Number and length of the longest string that begins `text`, or [`NONE`] and 1.
     #[inline]
-    pub(crate) fn longest(&self, text: &[u8]) -> u32 {
-        let (mut node, mut at, mut last);
-        match *text {
-            [] => return NONE,
-            [first] => return self.step(ROOT, first).map_or(NONE, |node| self.values[node]),
-            [first, second, ..] => {
-                node = self.second[usize::from(first) | usize::from(second) << 8] as usize;
-                if node == 0 {
-                    return self.step(ROOT, first).map_or(NONE, |node| self.values[node]);
-                }
-                last = if self.nodes[node] & TERMINAL != 0 { node } else { 0 };
-                at = 2;
-            }
-        }
-        let mut word = self.nodes[node];
-        while let Some(&byte) = text.get(at) {
-            let child = (word >> 8 & (MAX_BASE as u32 - 1)) as usize ^ usize::from(byte);
-            word = self.nodes[child];
-            if word & 0xFF != u32::from(byte) || word == 0 {
-                break;
-            }
-            node = child;
-            last = if word & TERMINAL != 0 { node } else { last };
+    pub(crate) fn longest(&self, text: &[u8]) -> (u32, usize) {
+        let [first, rest @ ..] = text else { return (NONE, 1) };
+        let (mut value, mut len) = (self.first[usize::from(*first)] >> VALUE, 1);
+        let [second, rest @ ..] = rest else { return ((value as u32).wrapping_sub(1), 1) };
+        let mut node = self.second[usize::from(*first) | usize::from(*second) << 8];
+        let mut at = 2;
+        let mut rest = rest.iter();
+        while node != 0 {
+            (value, len) = if node >> VALUE != 0 { (node >> VALUE, at) } else { (value, len) };
             at += 1;
+            node = rest.next().and_then(|&byte| self.step(node, byte)).unwrap_or(0);
         }
-        if last == 0 { self.step(ROOT, text[0]).map_or(NONE, |node| self.values[node]) } else { self.values[last] }
+        ((value as u32).wrapping_sub(1), len)
     }
 }
 
@@ -113,10 +102,9 @@ impl Builder {
         let mut stack = vec![(node, 0usize, 0..entries.len())];
         let mut children: Vec<(u8, std::ops::Range<usize>)> = Vec::new();
         while let Some((node, depth, mut range)) = stack.pop() {
-            let mut word = self.trie.nodes[node] & 0xFF;
+            let mut word = self.trie.nodes[node] & (USED | 0xFF);
             if entries[range.clone()].first().is_some_and(|(text, _)| text.len() == depth) {
-                word |= TERMINAL;
-                self.trie.values[node] = entries[range.start].1;
+                word |= (u64::from(entries[range.start].1) + 1) << VALUE;
                 range.start += 1;
             }
             children.clear();
@@ -129,10 +117,10 @@ impl Builder {
             if !children.is_empty() {
                 let base = self.find_base(&children)?;
                 self.used_bases[base] = true;
-                word |= (base as u32) << 8;
+                word |= (base as u64) << 8;
                 for (byte, range) in children.drain(..) {
                     let child = base ^ usize::from(byte);
-                    self.trie.nodes[child] = u32::from(byte);
+                    self.trie.nodes[child] = USED | u64::from(byte);
                     self.taken[child / 64] |= 1 << (child % 64);
                     stack.push((child, depth + 1, range));
                 }
@@ -150,7 +138,6 @@ impl Builder {
             if free + 512 >= self.trie.nodes.len() {
                 let len = self.trie.nodes.len() * 2;
                 self.trie.nodes.resize(len, 0);
-                self.trie.values.resize(len, NONE);
                 self.used_bases.resize(len, false);
                 self.taken.resize(len / 64, 0);
             }
@@ -200,9 +187,9 @@ mod tests {
         let trie = Trie::build(&entries).unwrap();
         for _ in 0..5000 {
             let text: Vec<u8> = (0..1 + next(9)).map(|_| [0, 1, b'a', b'b', 200, 255][next(6) as usize]).collect();
-            let expected =
-                strings.iter().zip(0..).filter(|(s, _)| text.starts_with(s)).max_by_key(|(s, _)| s.len()).unwrap().1;
-            assert_eq!(trie.longest(&text), expected, "{text:?}");
+            let begins = strings.iter().zip(0..).filter(|(s, _)| text.starts_with(s));
+            let (string, id) = begins.max_by_key(|(s, _)| s.len()).unwrap();
+            assert_eq!(trie.longest(&text), (id, string.len()), "{text:?}");
         }
     }
 }

@@ -12,7 +12,7 @@
 //!
 //! If, beyond that, each merge has a higher rank than those that made its halves (true of everything that BPE training
 //! writes), the merges happen in order of rank, and whether two tokens are good neighbours is found by undoing the
-//! youngest merge along their border until nothing is left ([`Tables::are_neighbours`]). Tokens are numbered by age here,
+//! youngest merge along their border until nothing is left ([`Borders::are_neighbours`]). Tokens are numbered by age here,
 //! so that "younger" is a comparison of numbers. Some vocabularies break that property with a few tokens (Llama 3 has 107,
 //! whose halves came later): words that spell one of these are encoded with a heap of pairs, all others are not affected.
 
@@ -20,8 +20,9 @@ use std::collections::HashMap;
 
 use aho_corasick::AhoCorasick;
 
+use super::borders::Borders;
 use super::heap::HeapMerges;
-use super::pairs::{MAX_TOKENS, PairTable};
+use super::pairs::MAX_TOKENS;
 use super::trie::{NONE, Trie};
 use crate::TokenizeError;
 
@@ -65,27 +66,21 @@ pub(crate) struct VocabSource {
     pub(crate) unknown: Unknown,
 }
 
-/// What is known of a token.
+/// What is asked of a token when a shorter one is tried in its place.
 #[derive(Clone, Copy)]
-#[repr(align(32))]
-struct TokenInfo {
-    /// Halves of its last merge; `NONE` for symbols.
-    left: u32,
-    right: u32,
-    /// Longest token that begins it, other than itself.
+struct Shorter {
+    /// Longest token that begins it, other than itself, or `NONE`.
     prefix: u32,
+    /// Bytes of that one.
     len: u32,
-    /// One bit for each class of tokens that may follow it in a merge, and precede it.
-    followers: u64,
-    leaders: u64,
 }
 
 /// A vocabulary ready to encode.
 pub(crate) struct Tables {
-    info: Vec<TokenInfo>,
+    shorter: Vec<Shorter>,
     /// Ids as the vocabulary writes them, by age.
     ids: Vec<u32>,
-    pairs: PairTable,
+    borders: Borders,
     trie: Trie,
     /// Used for words in which merges may not be in order of age.
     late: Option<Late>,
@@ -113,22 +108,13 @@ const MAX_LATE: usize = 4096;
 /// Shortest word that is looked at for being a run of one byte.
 const LONG_RUN: usize = 64;
 
-/// Answers that a thread remembers.
-const ANSWERS: usize = 1 << 15;
-
 /// Memory that encoding reuses.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    stack: Vec<u32>,
-    /// Answers of [`Tables::are_neighbours`]: `left << 22 | right << 1 | answer`, by a hash of the pair.
-    answers: Vec<u64>,
+    /// Tokens, and where each begins.
+    stack: Vec<(u32, u32)>,
     dead: Vec<u64>,
     pub(super) heap: super::heap::HeapScratch,
-}
-
-#[inline]
-fn class_bit(token: u32) -> u64 {
-    1 << (token.wrapping_mul(0x9E37_79B1) >> 26)
 }
 
 impl Tables {
@@ -138,7 +124,7 @@ impl Tables {
     /// [`TokenizeError::Invalid`] if entries contradict one another or are too many.
     pub(crate) fn build(source: &VocabSource) -> Result<Self, TokenizeError> {
         let max_id = source.tokens.iter().map(|&(_, id)| id).max().unwrap_or(0) as usize;
-        if max_id >= MAX_TOKENS {
+        if max_id >= MAX_TOKENS - 1 {
             return Err(TokenizeError::invalid(format!("token ids reach {max_id}, at most {MAX_TOKENS} are handled")));
         }
         let mut text_of: Vec<&[u8]> = vec![&[]; max_id + 1];
@@ -146,11 +132,10 @@ impl Tables {
             text_of[*id as usize] = text;
         }
         let mut age_of = vec![NONE; max_id + 1];
-        let blank = TokenInfo { left: NONE, right: NONE, prefix: NONE, len: 0, followers: 0, leaders: 0 };
         let mut tables = Self {
-            info: Vec::with_capacity(source.tokens.len()),
+            shorter: Vec::new(),
             ids: Vec::with_capacity(source.tokens.len()),
-            pairs: PairTable::with_capacity(source.tokens.len()),
+            borders: Borders::with_capacity(source.tokens.len()),
             trie: Trie::build(&[]).ok_or_else(|| TokenizeError::invalid("empty trie"))?,
             late: None,
             unmade: HashMap::new(),
@@ -160,7 +145,7 @@ impl Tables {
             if age_of[id as usize] == NONE {
                 age_of[id as usize] = tables.ids.len() as u32;
                 tables.ids.push(id);
-                tables.info.push(TokenInfo { len: text_of[id as usize].len() as u32, ..blank });
+                tables.borders.push_symbol();
             }
         }
         let (mut too_early, mut repeated) = (Vec::new(), false);
@@ -168,17 +153,12 @@ impl Tables {
             let [left, right, product] = [merge.left, merge.right, merge.product].map(|id| age_of[id as usize]);
             if left == NONE || right == NONE {
                 too_early.push(*merge);
-            } else if product != NONE && tables.pairs.get(left, right) == product {
+            } else if product != NONE && tables.borders.product(left, right) == product {
                 repeated = true;
-            } else if product == NONE && tables.are_neighbours(left, right) {
-                let age = tables.ids.len() as u32;
-                age_of[merge.product as usize] = age;
+            } else if product == NONE && tables.borders.are_neighbours(left, right) {
+                age_of[merge.product as usize] = tables.ids.len() as u32;
                 tables.ids.push(merge.product);
-                let len = tables.info[left as usize].len + tables.info[right as usize].len;
-                tables.info.push(TokenInfo { left, right, len, ..blank });
-                tables.pairs.insert(left, right, age);
-                tables.info[left as usize].followers |= class_bit(right);
-                tables.info[right as usize].leaders |= class_bit(left);
+                tables.borders.push_merge(left, right);
             }
         }
         tables.link_prefixes(&text_of)?;
@@ -246,6 +226,7 @@ impl Tables {
         let mut entries: Vec<(&[u8], u32)> =
             (0..).zip(&self.ids).map(|(age, &id)| (text_of[id as usize], age)).collect();
         entries.sort_unstable();
+        self.shorter = vec![Shorter { prefix: NONE, len: 0 }; entries.len()];
         let mut open: Vec<(&[u8], u32)> = Vec::new();
         for &(text, age) in &entries {
             while open.last().is_some_and(|(prefix, _)| !text.starts_with(prefix)) {
@@ -257,46 +238,14 @@ impl Tables {
                     self.ids[age as usize]
                 )));
             }
-            self.info[age as usize].prefix = open.last().map_or(NONE, |&(_, age)| age);
+            if let Some(&(prefix, shorter)) = open.last() {
+                self.shorter[age as usize] = Shorter { prefix: shorter, len: prefix.len() as u32 };
+            }
             open.push((text, age));
         }
         self.trie =
             Trie::build(&entries).ok_or_else(|| TokenizeError::invalid("the vocabulary has too many tokens"))?;
         Ok(())
-    }
-
-    /// Whether the encoding of the two tokens' texts together is these two tokens.
-    ///
-    /// Goes back in time along their border. At each moment one token of each side touches it; had the two merged, that
-    /// would have been before either was used up by its own side. Of equal ages (the same pair on both sides) the left
-    /// one is older: equal pairs merge from left to right.
-    #[inline]
-    fn are_neighbours(&self, left: u32, right: u32) -> bool {
-        let (mut left, mut right) = (left, right);
-        let (mut left_used, mut right_used) = (u32::MAX, u32::MAX);
-        loop {
-            let (left_info, right_info) = (&self.info[left as usize], &self.info[right as usize]);
-            if left_info.followers & class_bit(right) != 0 && right_info.leaders & class_bit(left) != 0 {
-                let product = self.pairs.get(left, right);
-                if product < left_used && product <= right_used {
-                    return false;
-                }
-            }
-            // The younger one is undone. Symbols are older than all others: if it is one, so are both.
-            if left > right {
-                if left_info.right == NONE {
-                    return true;
-                }
-                left_used = left;
-                left = left_info.right;
-            } else {
-                if right_info.left == NONE {
-                    return true;
-                }
-                right_used = right;
-                right = right_info.left;
-            }
-        }
     }
 
     /// Calls `each` with the text of each token that can appear. `text_of` as given to [`Self::build`].
@@ -308,22 +257,6 @@ impl Tables {
             .iter()
             .filter(|(_, id)| self.late.is_some() || made.contains(id))
             .for_each(|(text, _)| each(text));
-    }
-
-    /// [`Self::are_neighbours`], from memory if it was asked before.
-    #[inline]
-    fn fit(&self, left: u32, right: u32, answers: &mut [u64]) -> bool {
-        let key = u64::from(left) << 22 | u64::from(right) << 1;
-        let slot = (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (64 - ANSWERS.trailing_zeros())) as usize;
-        match answers.get_mut(slot) {
-            Some(answer) if *answer & !1 == key => *answer & 1 != 0,
-            Some(answer) => {
-                let fit = self.are_neighbours(left, right);
-                *answer = key | u64::from(fit);
-                fit
-            }
-            None => self.are_neighbours(left, right),
-        }
     }
 
     /// Appends the ids of a word. `false` if it holds bytes that no token begins with and that the vocabulary has no ids
@@ -341,8 +274,8 @@ impl Tables {
             });
         }
         let first = self.trie.longest(word);
-        if first != NONE && self.info[first as usize].len as usize == word.len() {
-            out.push(self.ids[first as usize]);
+        if first.0 != NONE && first.1 == word.len() {
+            out.push(self.ids[first.0 as usize]);
             return true;
         }
         if word.len() >= LONG_RUN && self.ids_of_run(word, out) {
@@ -356,16 +289,16 @@ impl Tables {
     /// The definition of BPE is followed on counted symbols: merges happen in order of age, and all pairs of a run of
     /// equal symbols merge from left to right before anything else does. That takes logarithmic time.
     fn ids_of_run(&self, word: &[u8], out: &mut Vec<u32>) -> bool {
-        let symbol = self.trie.longest(&word[..1]);
+        let (symbol, _) = self.trie.longest(&word[..1]);
         if symbol == NONE || word.iter().any(|&byte| byte != word[0]) {
             return false;
         }
         let mut runs = vec![(symbol, word.len())];
         loop {
             let within = runs.iter().enumerate().filter(|(_, (_, count))| *count > 1);
-            let within = within.map(|(place, &(token, _))| (self.pairs.get(token, token), place, true));
+            let within = within.map(|(place, &(token, _))| (self.borders.product(token, token), place, true));
             let across =
-                runs.windows(2).enumerate().map(|(place, pair)| (self.pairs.get(pair[0].0, pair[1].0), place, false));
+                runs.windows(2).enumerate().map(|(place, pair)| (self.borders.product(pair[0].0, pair[1].0), place, false));
             let Some((product, place, is_within)) = within.chain(across).min().filter(|&(product, ..)| product != NONE)
             else {
                 break;
@@ -411,21 +344,17 @@ impl Tables {
 
     /// Finds the one row of tokens in which all neighbours fit, longest tokens first; a place from which there is no way
     /// on is tried once only, which makes the search linear in the word's length.
-    fn search(&self, word: &[u8], first: u32, scratch: &mut Scratch, out: &mut Vec<u32>) -> bool {
-        let Scratch { stack, dead, answers, .. } = scratch;
-        if answers.is_empty() {
-            // Symbols 0 and 0 are asked for like any others: no slot may seem to hold their answer.
-            answers.resize(ANSWERS, u64::MAX);
-        }
+    fn search(&self, word: &[u8], first: (u32, usize), scratch: &mut Scratch, out: &mut Vec<u32>) -> bool {
+        let Scratch { stack, dead, .. } = scratch;
         stack.clear();
         dead.clear();
         dead.resize(word.len() / 64 + 1, 0);
         let mut at = 0;
-        let mut next = first;
+        let (mut token, mut len) = first;
         loop {
-            if next == NONE {
+            if token == NONE {
                 // Nothing merges with an unknown character: what stands before it is done.
-                out.extend(stack.drain(..).map(|age| self.ids[age as usize]));
+                out.extend(stack.drain(..).map(|(token, _)| self.ids[token as usize]));
                 if at == word.len() {
                     return true;
                 }
@@ -433,33 +362,32 @@ impl Tables {
                     0 => return false,
                     len => at += len,
                 }
-                next = self.trie.longest(&word[at..]);
+                (token, len) = self.trie.longest(&word[at..]);
                 continue;
             }
-            let mut token = next;
             let found = loop {
-                let info = &self.info[token as usize];
-                let end = at + info.len as usize;
+                let end = at + len;
                 let alive = dead[end / 64] >> (end % 64) & 1 == 0;
-                if alive && stack.last().is_none_or(|&last| self.fit(last, token, answers)) {
+                if alive && stack.last().is_none_or(|&(last, _)| self.borders.are_neighbours(last, token)) {
                     break Some(end);
                 }
-                if info.prefix == NONE {
+                let shorter = self.shorter[token as usize];
+                if shorter.prefix == NONE {
                     break None;
                 }
-                token = info.prefix;
+                (token, len) = (shorter.prefix, shorter.len as usize);
             };
             match found {
                 Some(end) => {
-                    stack.push(token);
+                    stack.push((token, at as u32));
                     at = end;
-                    next = self.trie.longest(&word[at..]);
+                    (token, len) = self.trie.longest(&word[at..]);
                 }
                 None => {
                     dead[at / 64] |= 1 << (at % 64);
-                    let Some(last) = stack.pop() else { return false };
-                    at -= self.info[last as usize].len as usize;
-                    next = last;
+                    let Some((last, start)) = stack.pop() else { return false };
+                    (token, len) = (last, at - start as usize);
+                    at = start as usize;
                 }
             }
         }

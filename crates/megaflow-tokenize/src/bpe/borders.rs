@@ -1,0 +1,103 @@
+//! Whether two tokens can stand side by side in an encoding.
+
+use super::pairs::{MAX_TOKENS, PairTable};
+use super::trie::NONE;
+
+/// Bits of the half of a token, the lower ones of an entry.
+const HALF_BITS: u32 = MAX_TOKENS.trailing_zeros();
+const HALF_MASK: u64 = MAX_TOKENS as u64 - 1;
+/// A symbol has no halves.
+const NO_HALF: u64 = HALF_MASK;
+/// Classes of tokens, one bit each, in the rest of an entry.
+const CLASSES: u64 = 64 - HALF_BITS as u64;
+
+/// The merges of a vocabulary, seen from the border between two tokens. Tokens are numbered by age.
+///
+/// A walk along the border changes one side at a time and asks only for what that side shows to the other, so each side
+/// has a table of its own of 8 bytes a token: the tables of 100,000 tokens fit into the second-level cache.
+pub(crate) struct Borders {
+    /// Right half of a token, and the classes of tokens that merge behind it.
+    as_left: Vec<u64>,
+    /// Left half of a token, and the classes of tokens that merge before it.
+    as_right: Vec<u64>,
+    pairs: PairTable,
+}
+
+/// Place of the bit of a token's class in an entry.
+#[inline]
+fn class_place(token: u32) -> u32 {
+    HALF_BITS + (u64::from(token.wrapping_mul(0x9E37_79B1)) * CLASSES >> 32) as u32
+}
+
+impl Borders {
+    /// Without tokens; room for `count`.
+    pub(crate) fn with_capacity(count: usize) -> Self {
+        Self {
+            as_left: Vec::with_capacity(count),
+            as_right: Vec::with_capacity(count),
+            pairs: PairTable::with_capacity(count),
+        }
+    }
+
+    /// Number of tokens.
+    fn len(&self) -> u32 {
+        self.as_left.len() as u32
+    }
+
+    /// Adds a symbol, older than all tokens that are made by merges.
+    pub(crate) fn push_symbol(&mut self) {
+        self.as_left.push(NO_HALF);
+        self.as_right.push(NO_HALF);
+    }
+
+    /// Adds the token that two others merge into, younger than all there are.
+    pub(crate) fn push_merge(&mut self, left: u32, right: u32) {
+        self.pairs.insert(left, right, self.len());
+        self.as_left[left as usize] |= 1 << class_place(right);
+        self.as_right[right as usize] |= 1 << class_place(left);
+        self.as_left.push(u64::from(right));
+        self.as_right.push(u64::from(left));
+    }
+
+    /// The token that two others merge into, or [`NONE`].
+    #[inline]
+    pub(crate) fn product(&self, left: u32, right: u32) -> u32 {
+        const { assert!(NONE == u32::MAX) };
+        self.pairs.get(left, right)
+    }
+
+    /// Whether the encoding of the two tokens' texts together is these two tokens.
+    ///
+    /// Goes back in time along their border. At each moment one token of each side touches it; had the two merged, that
+    /// would have been before either was used up by its own side. Of equal ages (the same pair on both sides) the left
+    /// one is older: equal pairs merge from left to right.
+    #[inline]
+    pub(crate) fn are_neighbours(&self, mut left: u32, mut right: u32) -> bool {
+        let (mut left_used, mut right_used) = (u32::MAX, u32::MAX);
+        let (mut left_entry, mut right_entry) = (self.as_left[left as usize], self.as_right[right as usize]);
+        loop {
+            if left_entry >> class_place(right) & right_entry >> class_place(left) & 1 != 0 {
+                let product = self.pairs.get(left, right);
+                if product < left_used && product <= right_used {
+                    return false;
+                }
+            }
+            // The younger one is undone. Symbols are older than all others: if it is one, so are both.
+            if left > right {
+                if left_entry & HALF_MASK == NO_HALF {
+                    return true;
+                }
+                left_used = left;
+                left = (left_entry & HALF_MASK) as u32;
+                left_entry = self.as_left[left as usize];
+            } else {
+                if right_entry & HALF_MASK == NO_HALF {
+                    return true;
+                }
+                right_used = right;
+                right = (right_entry & HALF_MASK) as u32;
+                right_entry = self.as_right[right as usize];
+            }
+        }
+    }
+}
