@@ -65,6 +65,15 @@ pub(crate) enum Found<'a> {
     Missing,
 }
 
+/// Whether places of keys still hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lines {
+    /// They do.
+    Stay,
+    /// The table has grown.
+    Moved,
+}
+
 /// A cache with a byte budget.
 pub(crate) struct WordCache {
     /// Lines, from the first address that is a multiple of their size on.
@@ -108,7 +117,7 @@ impl WordCache {
         self.entries = 0;
     }
 
-    /// First line of a key; holds until the next [`Self::insert`].
+    /// First line of a key; holds until [`Self::insert`] says otherwise.
     #[inline]
     pub(crate) fn place(&self, key: Key) -> usize {
         self.aligned + (key.hash() >> self.shift) as usize * LINE
@@ -154,6 +163,10 @@ impl WordCache {
     /// Ids of a word, wherever they are.
     pub(crate) fn get(&self, key: Key) -> Found<'_> {
         let place = self.place(key);
+        let line = self.line(place);
+        if (line[1] == 0 || line[5] == 0) && [line[1], line[5]].iter().all(|&high| high != key.high) {
+            return Found::Missing; // words go to the second line when the first one is full
+        }
         for place in [place, self.beside(place)] {
             if let Some((ids, count)) = self.get_inline(key, place) {
                 return Found::Inline(ids, count);
@@ -167,13 +180,15 @@ impl WordCache {
         Found::Missing
     }
 
-    /// Keeps the ids of a word that is not there. May move all lines.
-    pub(crate) fn insert(&mut self, key: Key, ids: &[u32]) {
+    /// Keeps the ids of a word that is not there.
+    pub(crate) fn insert(&mut self, key: Key, ids: &[u32]) -> Lines {
+        let mut moved = Lines::Stay;
         let lines = self.words.len() / LINE - 2;
         self.added += 1;
         if self.entries >= lines / 2 && lines < self.max_lines && self.seen >= 2 * self.added {
             (self.seen, self.added) = (0, 0);
             self.grow((lines * 2).min(self.max_lines));
+            moved = Lines::Moved;
         }
         let payload = if ids.len() <= INLINE {
             let id = |index: usize| u64::from(ids.get(index).copied().unwrap_or(0));
@@ -188,6 +203,7 @@ impl WordCache {
             [u64::from(SPILLED) << COUNT_SHIFT | start << 32, ids.len() as u64]
         };
         self.put([key.low, key.high, payload[0], payload[1]]);
+        moved
     }
 
     fn put(&mut self, entry: [u64; 4]) {

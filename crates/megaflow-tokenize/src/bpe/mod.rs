@@ -7,6 +7,7 @@ mod engine;
 mod heap;
 mod long;
 mod pairs;
+mod small;
 mod tiktoken;
 mod trie;
 mod vocab;

@@ -23,6 +23,7 @@ use aho_corasick::AhoCorasick;
 use super::borders::Borders;
 use super::heap::HeapMerges;
 use super::pairs::MAX_TOKENS;
+use super::small::{Bytes, SMALL};
 use super::trie::{NONE, Trie};
 use crate::TokenizeError;
 
@@ -82,6 +83,8 @@ pub(crate) struct Tables {
     ids: Vec<u32>,
     borders: Borders,
     trie: Trie,
+    /// Set if the symbols are the 256 bytes.
+    bytes: Option<Bytes>,
     /// Used for words in which merges may not be in order of age.
     late: Option<Late>,
     /// Entries that no merges make, for `whole_words_first`.
@@ -104,6 +107,9 @@ impl Late {
 
 /// Most late tokens that are searched for.
 const MAX_LATE: usize = 4096;
+
+/// A word that begins with a token of at most these bytes is taken for one of which little merges.
+const FEW: usize = 2;
 
 /// Shortest word that is looked at for being a run of one byte.
 const LONG_RUN: usize = 64;
@@ -137,6 +143,7 @@ impl Tables {
             ids: Vec::with_capacity(source.tokens.len()),
             borders: Borders::with_capacity(source.tokens.len()),
             trie: Trie::build(&[]).ok_or_else(|| TokenizeError::invalid("empty trie"))?,
+            bytes: None,
             late: None,
             unmade: HashMap::new(),
             unknown: source.unknown.clone(),
@@ -162,6 +169,7 @@ impl Tables {
             }
         }
         tables.link_prefixes(&text_of)?;
+        tables.bytes = tables.find_bytes(source, &age_of, &text_of);
         tables.late = if repeated {
             // Of a pair that is listed twice the later rank counts.
             Some(Late { heap: HeapMerges::new(source), texts: None })
@@ -174,6 +182,16 @@ impl Tables {
             tables.unmade = unmade.map(|(text, id)| (text.clone(), *id)).collect();
         }
         Ok(tables)
+    }
+
+    /// Single bytes and pairs of them, if the symbols are all bytes and nothing else.
+    fn find_bytes(&self, source: &VocabSource, age_of: &[u32], text_of: &[&[u8]]) -> Option<Bytes> {
+        let mut symbols = [NONE; 256];
+        for &id in &source.symbols {
+            let [byte] = text_of[id as usize] else { return None };
+            symbols[usize::from(*byte)] = age_of[id as usize];
+        }
+        (!symbols.contains(&NONE)).then(|| Bytes::new(symbols, &self.borders))
     }
 
     /// The tokens that appear by a merge whose halves are younger than its rank.
@@ -278,6 +296,10 @@ impl Tables {
             out.push(self.ids[first.0 as usize]);
             return true;
         }
+        if let Some(bytes) = self.bytes.as_ref().filter(|_| word.len() <= SMALL && first.1 <= FEW) {
+            bytes.encode(word, &self.borders, &self.ids, out);
+            return true;
+        }
         if word.len() >= LONG_RUN && self.ids_of_run(word, out) {
             return true;
         }
@@ -297,8 +319,10 @@ impl Tables {
         loop {
             let within = runs.iter().enumerate().filter(|(_, (_, count))| *count > 1);
             let within = within.map(|(place, &(token, _))| (self.borders.product(token, token), place, true));
-            let across =
-                runs.windows(2).enumerate().map(|(place, pair)| (self.borders.product(pair[0].0, pair[1].0), place, false));
+            let across = runs
+                .windows(2)
+                .enumerate()
+                .map(|(place, pair)| (self.borders.product(pair[0].0, pair[1].0), place, false));
             let Some((product, place, is_within)) = within.chain(across).min().filter(|&(product, ..)| product != NONE)
             else {
                 break;

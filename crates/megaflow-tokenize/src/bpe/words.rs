@@ -1,6 +1,6 @@
 //! Words to ids: the cache in front, the vocabulary tables behind it.
 
-use super::cache::{Found, INLINE, Key, SHORT, WordCache};
+use super::cache::{Found, INLINE, Key, Lines, SHORT, WordCache};
 use super::long::{self, LONGEST, LongCache};
 use super::vocab::{Scratch, Tables};
 use crate::TokenizeError;
@@ -84,8 +84,8 @@ impl WordEncoder {
             }
             out.resize(len + BATCH * INLINE, T::default());
             let mut start = batch_start;
-            for (index, (probe, &end)) in probes.iter().zip(batch).enumerate() {
-                let end = end as usize;
+            for (index, &end) in batch.iter().enumerate() {
+                let (probe, end) = (probes[index], end as usize);
                 if end - start <= SHORT {
                     if let Some((ids, count)) = self.cache.get_inline(probe.key, probe.place) {
                         let slots: &mut [T; INLINE] = out[len..].first_chunk_mut().expect("room for a batch");
@@ -94,7 +94,11 @@ impl WordEncoder {
                         start = end;
                         continue;
                     }
-                    self.look_up_short(tables, &text[start..end], probe.key)?;
+                    if self.look_up_short(tables, &text[start..end], probe.key)? == Lines::Moved {
+                        let lens = batch[index..].windows(2).map(|ends| (ends[1] - ends[0]) as usize);
+                        let later = probes[index + 1..].iter_mut().zip(lens).filter(|(_, len)| *len <= SHORT);
+                        later.for_each(|(probe, _)| probe.place = self.cache.place(probe.key));
+                    }
                 } else {
                     let (word, hash) = (&text[start..end], probe.place as u64);
                     if let Some(ids) = (word.len() <= LONGEST).then(|| self.long.get(word, hash)).flatten() {
@@ -116,17 +120,17 @@ impl WordEncoder {
 
     /// Puts the ids of a short word into `self.ids`.
     #[inline(never)]
-    fn look_up_short(&mut self, tables: &Tables, word: &[u8], key: Key) -> Result<(), TokenizeError> {
+    fn look_up_short(&mut self, tables: &Tables, word: &[u8], key: Key) -> Result<Lines, TokenizeError> {
         self.ids.clear();
         match self.cache.get(key) {
             Found::Inline(ids, count) => self.ids.extend_from_slice(&ids[..count]),
             Found::Spilled(ids) => self.ids.extend_from_slice(ids),
             Found::Missing => {
                 encode_word(tables, word, &mut self.scratch, &mut self.ids)?;
-                self.cache.insert(key, &self.ids);
+                return Ok(self.cache.insert(key, &self.ids));
             }
         }
-        Ok(())
+        Ok(Lines::Stay)
     }
 
     /// Puts the ids of a long word that is not in the cache into `self.ids`.

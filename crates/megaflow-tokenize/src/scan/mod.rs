@@ -72,7 +72,16 @@ impl Scanner {
             if self.collect(len, at_end) {
                 return true;
             }
-            window *= 4; // one word fills the window
+            // One word fills the window. If it is one byte again and again, all but a window of it is passed over: no rule
+            // counts beyond three, and in such a word that is long past.
+            let run = run_of_one_byte(text);
+            if run > 2 * window {
+                let skip = run - window;
+                let found = self.next_plain(rule, &text[skip..]);
+                self.ends.iter_mut().for_each(|end| *end += skip as u32);
+                return found;
+            }
+            window *= 4;
         }
     }
 
@@ -150,4 +159,13 @@ impl Scanner {
         }
         !self.ends.is_empty()
     }
+}
+
+/// Length of the run of equal bytes that `text` begins with.
+fn run_of_one_byte(text: &[u8]) -> usize {
+    let Some(&byte) = text.first() else { return 0 };
+    let equal =
+        text.chunks_exact(64).take_while(|chunk| chunk.iter().fold(0, |diff, &other| diff | (other ^ byte)) == 0);
+    let len = equal.count() * 64;
+    len + text[len..].iter().take_while(|&&other| other == byte).count()
 }
