@@ -5,7 +5,11 @@ use megaflow_indexed::EncodedDocuments;
 use megaflow_source::{Block, Field, Outcome, ParseOptions, Reject, RejectReason, parse_block};
 use megaflow_tokenize::{EncodeOptions, Encoder, TokenizeError, Tokenizer};
 
+use crate::long_text::{Part, PartQueue};
 use crate::{BuildError, EmptyDocuments, JobOptions, OnBadRecord};
+
+/// Texts of more bytes than this are offered to other threads in parts.
+const LONG_TEXT: usize = 1 << 20;
 
 /// What became of a block.
 #[derive(Debug, Default)]
@@ -34,8 +38,13 @@ pub(crate) struct BlockEncoder<'a> {
     empty_documents: EmptyDocuments,
     stop_at_reject: bool,
     dtype: TokenDtype,
+    tokenizer: Tokenizer,
     encoder: Encoder,
     scratch: Vec<Sequences>,
+    /// Where long texts are shared, until there are no more blocks.
+    parts: Option<PartQueue>,
+    /// Places in the block where text spelled a special token.
+    special_hits: u64,
 }
 
 /// Ids of the sequences of one document of one key.
@@ -51,6 +60,7 @@ impl<'a> BlockEncoder<'a> {
         parse: &'a ParseOptions,
         tokenizer: &Tokenizer,
         dtype: TokenDtype,
+        parts: PartQueue,
     ) -> Result<Self, TokenizeError> {
         let encode: EncodeOptions = options.encode;
         Ok(Self {
@@ -60,9 +70,22 @@ impl<'a> BlockEncoder<'a> {
             empty_documents: options.empty_documents,
             stop_at_reject: options.on_bad_record == OnBadRecord::Error,
             dtype,
+            tokenizer: tokenizer.clone(),
             encoder: tokenizer.encoder(encode)?,
             scratch: options.json_keys.iter().map(|_| Sequences::default()).collect(),
+            parts: Some(parts),
+            special_hits: 0,
         })
+    }
+
+    /// Encodes a part of a text of another thread.
+    pub(crate) fn encode_part(&mut self, part: Part) {
+        part.encode(&mut self.encoder);
+    }
+
+    /// There are no more blocks: this thread posts no more parts.
+    pub(crate) fn end_blocks(&mut self) {
+        self.parts = None;
     }
 
     /// Parses and tokenizes a block; `lines_before` lines of earlier inputs count for partitions. Under policy `Error` it ends at
@@ -73,7 +96,7 @@ impl<'a> BlockEncoder<'a> {
     pub(crate) fn encode(&mut self, block: &Block, lines_before: u64) -> Result<EncodedBlock, BuildError> {
         let mut failed = None;
         let (parse, every) = (self.parse, self.options.every);
-        let hits_before = self.encoder.special_hits();
+        self.special_hits = 0;
         let mut done = EncodedBlock { input_bytes: block.input_bytes, ..EncodedBlock::default() };
         done.documents.resize_with(self.options.json_keys.len(), EncodedDocuments::default);
         parse_block(block, parse, |place, raw, outcome| {
@@ -103,7 +126,7 @@ impl<'a> BlockEncoder<'a> {
             }
             done.rejects.is_empty() || !self.stop_at_reject
         });
-        done.special_hits = self.encoder.special_hits() - hits_before;
+        done.special_hits = self.special_hits;
         failed.map_or(Ok(done), Err)
     }
 
@@ -124,7 +147,18 @@ impl<'a> BlockEncoder<'a> {
             sequences.ends.clear();
             for text in field.texts() {
                 let before = sequences.ids.len();
-                self.encoder.encode(text, &mut sequences.ids).map_err(not_tokenized)?;
+                let hits = match self.parts.as_ref().filter(|parts| parts.is_shared() && text.len() > LONG_TEXT) {
+                    Some(queue) => {
+                        let parts = self.tokenizer.parts(text, self.options.encode);
+                        queue.encode(parts, &mut self.encoder, &mut sequences.ids)
+                    }
+                    None => {
+                        let hits = self.encoder.special_hits();
+                        let encoded = self.encoder.encode(text, &mut sequences.ids);
+                        encoded.map(|()| self.encoder.special_hits() - hits)
+                    }
+                };
+                self.special_hits += hits.map_err(not_tokenized)?;
                 if sequences.ids.len() > before {
                     sequences.ends.push(sequences.ids.len());
                 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, unbounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, select, unbounded};
 use megaflow_core::TokenDtype;
 use megaflow_indexed::StagingFolder;
 use megaflow_source::{Block, ContentHash, Format, ParseOptions, ReadOptions, Resume, SourceError, SourceReader};
@@ -16,6 +16,7 @@ use megaflow_tokenize::Tokenizer;
 
 use crate::encode::{BlockEncoder, EncodedBlock};
 use crate::journal::{JobName, Journal};
+use crate::long_text::{Part, PartQueue};
 use crate::output::{Output, finish_publication, tokenizer_files};
 use crate::{BuildError, JobInput, JobOptions, Progress, Report};
 
@@ -113,18 +114,21 @@ fn run_threads(
         let _ = permit.send(()); // fits: the channel has this capacity
     }
     let parse = ParseOptions::new(&options.json_keys, options.replace_invalid_utf8);
-    let encoders = (0..threads).map(|_| BlockEncoder::new(options, &parse, tokenizer, dtype));
+    let parts = PartQueue::new(threads);
+    let encoders = (0..threads).map(|_| BlockEncoder::new(options, &parse, tokenizer, dtype, parts.clone()));
     let encoders = encoders.collect::<Result<Vec<_>, _>>()?;
+    let part_queue = parts.parts();
+    drop(parts); // it ends when no thread posts any more
     let start = output.start();
     let lines_before = output.lines_done();
     thread::scope(|scope| {
         let reader = Reader { options, permits, work, done: done.clone(), place: 0, lines_before };
         scope.spawn(move || reader.read_all(start));
         for encoder in encoders {
-            let (queue, done) = (work_queue.clone(), done.clone());
-            scope.spawn(move || encode_all(encoder, &options.inputs, &queue, &done));
+            let (queue, parts, done) = (work_queue.clone(), part_queue.clone(), done.clone());
+            scope.spawn(move || encode_all(encoder, &options.inputs, &queue, &parts, &done));
         }
-        drop((work_queue, done));
+        drop((work_queue, part_queue, done));
         // The receiver and the permit's sender end with this call: whatever stops it stops the other threads.
         write_in_order(output, done_queue, permit, progress)
     })
@@ -198,8 +202,23 @@ impl Reader<'_> {
     }
 }
 
-fn encode_all(mut encoder: BlockEncoder<'_>, inputs: &[JobInput], queue: &Receiver<Work>, done: &Sender<Placed>) {
-    for Work { place, source, block, behind, lines_before } in queue {
+/// Encodes blocks while there are any, and parts of the long texts of others.
+fn encode_all(
+    mut encoder: BlockEncoder<'_>,
+    inputs: &[JobInput],
+    queue: &Receiver<Work>,
+    parts: &Receiver<Part>,
+    done: &Sender<Placed>,
+) {
+    loop {
+        let work = select! {
+            recv(queue) -> work => work,
+            recv(parts) -> part => {
+                part.into_iter().for_each(|part| encoder.encode_part(part));
+                continue;
+            }
+        };
+        let Ok(Work { place, source, block, behind, lines_before }) = work else { break };
         let event = match catch_unwind(AssertUnwindSafe(|| encoder.encode(&block, lines_before))) {
             Ok(Ok(block)) => Event::Block { source, block, behind },
             Ok(Err(error)) => Event::Failed(error),
@@ -213,6 +232,8 @@ fn encode_all(mut encoder: BlockEncoder<'_>, inputs: &[JobInput], queue: &Receiv
             return;
         }
     }
+    encoder.end_blocks();
+    parts.iter().for_each(|part| encoder.encode_part(part));
 }
 
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {

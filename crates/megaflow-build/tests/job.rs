@@ -30,6 +30,7 @@ fn options(folder: &Path, content: &str) -> JobOptions {
         format: None,
         replace_invalid_utf8: false,
         every: None,
+        sentences: None,
         output_prefix: folder.join("out"),
         json_keys: vec!["text".to_owned()],
         append_eod: Some(EOD),

@@ -108,19 +108,27 @@ impl Tokenizer {
         joined.error.map_or(Ok(joined.batch), Err)
     }
 
-    /// The texts, long ones in parts. A special token or a token around each text would not survive a cut.
-    fn pieces<'a>(&self, texts: &[&'a str], options: EncodeOptions) -> Vec<Piece<'a>> {
+    /// A text in parts whose ids, one after the other, are those of the whole: one part, if it is not long or cannot be cut.
+    ///
+    /// A special token or a token around each text would not survive a cut.
+    pub fn parts<'a>(&'a self, text: &'a str, options: EncodeOptions) -> impl Iterator<Item = &'a str> + 'a {
         let may_cut = !options.add_special_tokens && options.special_tokens_in_text == SpecialTokensInText::Text;
+        let mut rest = Some(text);
+        std::iter::from_fn(move || {
+            let text = rest.take()?;
+            let cut = (may_cut && text.len() > 2 * CHUNK_BYTES).then(|| self.cut_point(text, CHUNK_BYTES)).flatten();
+            let (part, behind) = cut.map_or((text, None), |cut| (&text[..cut], Some(&text[cut..])));
+            rest = behind;
+            Some(part)
+        })
+    }
+
+    /// The texts, long ones in parts.
+    fn pieces<'a>(&'a self, texts: &[&'a str], options: EncodeOptions) -> Vec<Piece<'a>> {
         let mut pieces = Vec::with_capacity(texts.len());
         for &text in texts {
-            let mut rest = text;
-            while may_cut && rest.len() > 2 * CHUNK_BYTES {
-                let Some(cut) = self.cut_point(rest, CHUNK_BYTES) else { break };
-                let (piece, after) = rest.split_at(cut);
-                pieces.push(Piece { text: piece, ends_text: false });
-                rest = after;
-            }
-            pieces.push(Piece { text: rest, ends_text: true });
+            pieces.extend(self.parts(text, options).map(|text| Piece { text, ends_text: false }));
+            pieces.last_mut().into_iter().for_each(|last| last.ends_text = true);
         }
         pieces
     }

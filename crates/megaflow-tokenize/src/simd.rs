@@ -120,7 +120,7 @@ pub(crate) fn as_chunks_of_4(bytes: &[u8]) -> &[[u8; 4]] {
 
 /// Asks the system to back a large table with large pages: fewer misses of the address translation.
 pub(crate) fn advise_huge_pages(words: &[u64]) {
-    #[cfg(target_os = "linux")]
+    #[cfg(all(target_os = "linux", not(miri)))] // which has no pages
     {
         const PAGE: usize = 4096;
         let start = (words.as_ptr() as usize).next_multiple_of(PAGE);
@@ -137,7 +137,7 @@ pub(crate) fn advise_huge_pages(words: &[u64]) {
             };
         }
     }
-    #[cfg(not(target_os = "linux"))]
+    #[cfg(not(all(target_os = "linux", not(miri))))]
     let _ = words;
 }
 

@@ -26,7 +26,7 @@ pub(crate) struct Borders {
 /// Place of the bit of a token's class in an entry.
 #[inline]
 fn class_place(token: u32) -> u32 {
-    HALF_BITS + (u64::from(token.wrapping_mul(0x9E37_79B1)) * CLASSES >> 32) as u32
+    HALF_BITS + ((u64::from(token.wrapping_mul(0x9E37_79B1)) * CLASSES) >> 32) as u32
 }
 
 impl Borders {
@@ -83,7 +83,7 @@ impl Borders {
         let (mut left_used, mut right_used) = (u32::MAX, u32::MAX);
         let (mut left_entry, mut right_entry) = (self.as_left[left as usize], self.as_right[right as usize]);
         loop {
-            if left_entry >> class_place(right) & right_entry >> class_place(left) & 1 != 0 {
+            if (left_entry >> class_place(right)) & (right_entry >> class_place(left)) & 1 != 0 {
                 let product = self.pairs.get(left, right);
                 if product < left_used && product <= right_used {
                     return false;
