@@ -54,6 +54,16 @@ fn by_product(mut source: VocabSource) -> VocabSource {
     source
 }
 
+/// With the 256 bytes as symbols, as in byte-level vocabularies: short words of which little merges then go their own way.
+fn with_all_bytes(mut source: VocabSource) -> VocabSource {
+    for byte in (0..=255u8).filter(|byte| !b"abc".contains(byte)) {
+        let id = source.tokens.len() as u32;
+        source.tokens.push((vec![byte], id));
+        source.symbols.push(id);
+    }
+    source
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -61,10 +71,11 @@ proptest! {
     fn search_equals_the_definition(
         picks in prop::collection::vec((0..40usize, 0..40usize), 0..40),
         words in prop::collection::vec("[abc]{1,40}", 1..6),
-        (shuffle, ranks) in (any::<bool>(), any::<bool>()),
+        (shuffle, ranks, all_bytes) in (any::<bool>(), any::<bool>(), any::<bool>()),
     ) {
         let source = vocabulary(&picks, shuffle);
         let source = if ranks { by_product(source) } else { source };
+        let source = if all_bytes { with_all_bytes(source) } else { source };
         let tables = Tables::build(&source).unwrap();
         let mut scratch = Scratch::default();
         for word in &words {

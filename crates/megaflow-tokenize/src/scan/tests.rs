@@ -210,6 +210,10 @@ fn words_across_blocks_and_windows() {
             ("!", "\n\n a"),
             ("\u{4E2D}", "\u{3000}a"),
             ("'ll", "ab"),
+            ("'", "s x"),
+            ("A", "b"),
+            ("/", "\n"),
+            ("\n", "\u{3000}"),
         ] {
             check(&format!("{}{tail}", body.repeat(len)));
         }
