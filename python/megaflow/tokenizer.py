@@ -160,7 +160,8 @@ class Tokenizer:
             special_tokens_in_text: as for `encode`.
             add_special_tokens: as for `encode`.
             threads: by default one for each processor; the result does not depend on it.
-            cache_bytes: most bytes that the word cache of one thread may take.
+            cache_bytes: most bytes that the word cache of one thread may take. Caches stay warm for the next call with
+                the same settings, so this tokenizer holds their memory, one for each processor at most.
 
         Returns:
             ids: uint32 `[tokens]`, one text after the other.

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use megaflow_tokenize::{EncodeOptions, SpecialTokensInText, Tokenizer, TokenizerFiles};
+use megaflow_tokenize::{EncodeOptions, SpecialTokensInText, TokenizeError, Tokenizer, TokenizerFiles};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -59,9 +59,11 @@ impl PyTokenizer {
     ) -> PyResult<Bound<'py, PyArray1<u32>>> {
         let special_tokens_in_text = special_policy(special_tokens_in_text)?;
         let options = EncodeOptions { special_tokens_in_text, add_special_tokens, ..EncodeOptions::default() };
-        let ids = py.without_gil(|| {
-            let mut ids = Vec::new();
-            self.tokenizer.encoder(options)?.encode(text, &mut ids).map(|()| ids)
+        let ids = py.without_gil(|| -> Result<_, TokenizeError> {
+            let (mut ids, mut encoder) = (Vec::new(), self.tokenizer.encoder(options)?);
+            encoder.encode(text, &mut ids)?;
+            self.tokenizer.put_back(encoder);
+            Ok(ids)
         })?;
         Ok(ids.into_pyarray(py))
     }

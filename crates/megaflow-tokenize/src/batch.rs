@@ -142,10 +142,10 @@ impl Tokenizer {
         joined: &Mutex<Joined>,
     ) -> Result<(), TokenizeError> {
         let mut encoder = self.encoder(options)?;
-        let mut made = Chunk::default();
+        let (mut made, mut has_failed) = (Chunk::default(), false);
         loop {
             let place = next.fetch_add(1, Ordering::Relaxed);
-            let Some(chunk) = chunks.get(place) else { return Ok(()) };
+            let Some(chunk) = chunks.get(place) else { break };
             let hits = encoder.special_hits();
             made.ids.clear();
             made.ends.clear();
@@ -157,10 +157,15 @@ impl Tokenizer {
                 Ok(())
             });
             made.special_hits = encoder.special_hits() - hits;
+            has_failed = outcome.is_err();
             if !joined.lock().unwrap_or_else(PoisonError::into_inner).add(place, &mut made, outcome) {
-                return Ok(());
+                break;
             }
         }
+        if !has_failed {
+            self.put_back(encoder);
+        }
+        Ok(())
     }
 }
 

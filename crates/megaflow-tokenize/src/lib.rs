@@ -18,6 +18,7 @@ mod batch;
 mod bpe;
 mod error;
 mod fallback;
+mod idle;
 mod load;
 mod normalize;
 mod post;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::bpe::{ByteLevel, Ranks, TiktokenConfig, read_ranks};
 use crate::fallback::Fallback;
+use crate::idle::IdleEncoders;
 use crate::sentencepiece::SentencePiece;
 use crate::special::SpecialFinder;
 use crate::{SpecialTokensInText, TokenizeError, TokenizerSpec};
@@ -121,6 +122,7 @@ struct Inner {
     fingerprint: String,
     vocab_size: u64,
     declared_eod: Option<String>,
+    idle: IdleEncoders,
 }
 
 /// Names under which tokenizers keep their end-of-document token, most specific first.
@@ -187,20 +189,27 @@ impl Tokenizer {
     ) -> Result<Self, TokenizeError> {
         let specials = SpecialFinder::new(&spec.special_tokens())?;
         let (fingerprint, vocab_size) = (spec.fingerprint(), spec.vocab_size());
-        Ok(Self { inner: Arc::new(Inner { spec, engine, specials, fingerprint, vocab_size, declared_eod }) })
+        let idle = IdleEncoders::default();
+        Ok(Self { inner: Arc::new(Inner { spec, engine, specials, fingerprint, vocab_size, declared_eod, idle }) })
     }
 
-    /// State for one thread.
+    /// State for one thread: one that was put back, or a new one.
     ///
     /// # Errors
     /// None today; engines that check their options will use it.
     pub fn encoder(&self, options: EncodeOptions) -> Result<Encoder, TokenizeError> {
         Ok(Encoder {
-            engine: self.inner.engine.encoder(options),
-            policy: options.special_tokens_in_text,
+            engine: self.inner.idle.take(options).unwrap_or_else(|| self.inner.engine.encoder(options)),
+            options,
             tokenizer: self.clone(),
             special_hits: 0,
         })
+    }
+
+    /// Keeps an encoder, with what its word cache has learned, for the next one that is asked for with the same options. This
+    /// tokenizer then holds its memory: at most one encoder for each processor. One that failed is better dropped.
+    pub fn put_back(&self, encoder: Encoder) {
+        self.inner.idle.put(encoder.options, encoder.engine);
     }
 
     /// The first place from `near` on where `text` may be cut: the ids of both parts, one after the other, are those of the
@@ -277,7 +286,7 @@ impl Tokenizer {
 /// State of one thread that encodes texts with one [`Tokenizer`].
 pub struct Encoder {
     engine: Box<dyn EngineEncoder>,
-    policy: SpecialTokensInText,
+    options: EncodeOptions,
     tokenizer: Tokenizer,
     special_hits: u64,
 }
@@ -302,7 +311,7 @@ impl Encoder {
     }
 
     fn look_for_special(&mut self, text: &str) -> Result<(), TokenizeError> {
-        match self.policy {
+        match self.options.special_tokens_in_text {
             SpecialTokensInText::Error => self.tokenizer.inner.specials.refuse(text),
             SpecialTokensInText::Text | SpecialTokensInText::Encode => {
                 self.special_hits += self.tokenizer.inner.specials.count(text);
