@@ -53,7 +53,7 @@ fn job(tokenizer: &Tokenizer, texts: &[&str], threads: usize) -> (Vec<u8>, u64) 
         provenance: Provenance::default(),
     };
     let report = preprocess(&options, tokenizer, &mut |_| ControlFlow::Continue(())).unwrap();
-    (fs::read(folder.path().join("out.bin")).unwrap(), report.special_hits)
+    (fs::read(folder.path().join("out_text_document.bin")).unwrap(), report.special_hits)
 }
 
 /// What one encoder makes of the texts, without cuts.
