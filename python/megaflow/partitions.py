@@ -55,6 +55,7 @@ def run_partitions(
         prefix.with_name(f"{prefix.name}_{index}") if keep_parts else folder / str(index) for index in range(partitions)
     ]
     start_s = time.perf_counter()
+    tokenizer = tokenizer or Tokenizer.gpt2()
     done = []
     for index, part in enumerate(parts):
         settings = dataclasses.replace(

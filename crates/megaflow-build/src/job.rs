@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded, select, unbounded};
 use megaflow_core::TokenDtype;
-use megaflow_indexed::StagingFolder;
+use megaflow_indexed::{JOURNAL, StagingFolder};
 use megaflow_source::{Block, ContentHash, Format, ParseOptions, ReadOptions, Resume, SourceError, SourceReader};
 use megaflow_tokenize::Tokenizer;
 
@@ -87,7 +87,8 @@ pub fn preprocess(
         output.publish(tokenizer, &files)
     };
     let result = job();
-    let keep = is_repeatable && result.as_ref().is_err_and(BuildError::is_resumable);
+    let has_journal = staging.path().join(JOURNAL).exists(); // without one there is nothing to go on with
+    let keep = is_repeatable && has_journal && result.as_ref().is_err_and(BuildError::is_resumable);
     staging.set_keep(keep);
     result
 }

@@ -5,8 +5,8 @@ use std::time::Instant;
 
 use megaflow_core::TokenDtype;
 use megaflow_indexed::{
-    FileRecord, IndexedWriter, SIDECAR_FORMAT_VERSION, Sidecar, SourceRecord, StagedPair, StagingFolder, TokenizerFile,
-    TokenizerRecord, publish_pairs, resume_publication,
+    FileRecord, HASHED_ALL, IndexedWriter, SIDECAR_FORMAT_VERSION, Sidecar, SourceRecord, StagedPair, StagingFolder,
+    TokenizerFile, TokenizerRecord, publish_pairs, resume_publication,
 };
 use megaflow_source::{ContentHash, Format, HASH_BLOCK_BYTES, Reject, Resume};
 use megaflow_tokenize::{SpecialTokensInText, Tokenizer};
@@ -110,7 +110,7 @@ impl<'a> Output<'a> {
             range: input.range.as_ref().map(|range| [range.start, range.end]),
             ends_input: input.range.as_ref().is_none_or(|range| range.end == u64::MAX),
             every: self.options.every.map(|(index, modulo)| [index, modulo, lines_before]),
-            hashed: if is_footer { "last MiB" } else { "all" }.to_owned(),
+            hashed: if is_footer { "last MiB" } else { HASHED_ALL }.to_owned(),
             first_document,
             lines_without_document_complete: true,
             ..SourceRecord::default()

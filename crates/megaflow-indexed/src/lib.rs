@@ -24,7 +24,9 @@ pub use error::IndexError;
 pub use merge::{MergeError, MergeOptions, MergeProgress, MergeReport, merge};
 pub use mmap::FileMap;
 pub use prefix::resolve_prefix;
-pub use sidecar::{FileRecord, SIDECAR_FORMAT_VERSION, Sidecar, SourceRecord, TokenizerFile, TokenizerRecord};
+pub use sidecar::{
+    FileRecord, HASHED_ALL, SIDECAR_FORMAT_VERSION, Sidecar, SourceRecord, TokenizerFile, TokenizerRecord,
+};
 pub use staging::{JOURNAL, StagingFolder, WriteError, publish_file};
 pub use verify::{Fault, VerifyError, VerifyOptions, VerifyProgress, VerifyReport, checksum_file, verify};
 pub use widen::{copy_tokens, widen_tokens};

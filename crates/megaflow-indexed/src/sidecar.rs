@@ -12,6 +12,9 @@ use crate::prefix::with_suffix;
 /// Version of the sidecar's structure.
 pub const SIDECAR_FORMAT_VERSION: u32 = 1;
 
+/// What `SourceRecord::hashed` says if all bytes that were read were hashed.
+pub const HASHED_ALL: &str = "all";
+
 /// What the sidecar of a pair says.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Sidecar {
@@ -103,6 +106,9 @@ pub struct SourceRecord {
     pub content: FileRecord,
     /// What the hashes cover: `all`, or `last MiB` for Parquet and Arrow files, whose footer names all else.
     pub hashed: String,
+    /// Bytes of each piece, where the blocks under the hashes begin anew in several pieces: ranges that were hashed apart.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub hashed_pieces: Vec<u64>,
     /// Lines or rows, blank ones included.
     pub num_lines: u64,
     /// Records: lines that are not blank, or rows.
@@ -183,7 +189,8 @@ impl TokenizerRecord {
 impl SourceRecord {
     /// Takes in `next` if it is the range of the same file that follows this one.
     ///
-    /// Hashes survive if each range but the last is made of whole blocks; else the joined range has none, and says so.
+    /// If each range but the last is made of whole blocks, the hashes are those of the joined range; else they begin anew in each
+    /// piece. Ranges of a table have the hash of the whole file's footer in common.
     pub(crate) fn join(&mut self, next: &Self) -> bool {
         let (Some(range), Some(next_range)) = (self.range, next.range) else { return false };
         let is_same = self.path == next.path && self.format == next.format;
@@ -191,15 +198,25 @@ impl SourceRecord {
             return false;
         }
         let (content, more) = (&mut self.content, &next.content);
-        let is_whole = content.block_bytes > 0 && content.bytes % content.block_bytes == 0;
-        if content.bytes == 0 && self.hashed == next.hashed {
-            *content = more.clone();
-        } else if self.hashed == next.hashed && content.block_bytes == more.block_bytes && is_whole {
+        if self.hashed != next.hashed || (content.bytes > 0 && content.block_bytes != more.block_bytes) {
+            return false;
+        }
+        if self.hashed != HASHED_ALL {
+            if content != more {
+                return false; // the file changed between two shards
+            }
+        } else if content.bytes == 0 {
+            (*content, self.hashed_pieces) = (more.clone(), next.hashed_pieces.clone());
+        } else if more.bytes > 0 {
+            let is_whole = content.block_bytes > 0 && content.bytes % content.block_bytes == 0;
+            if !is_whole || !self.hashed_pieces.is_empty() || !next.hashed_pieces.is_empty() {
+                let pieces = |known: &[u64], bytes| if known.is_empty() { vec![bytes] } else { known.to_vec() };
+                let mut joined = pieces(&self.hashed_pieces, content.bytes);
+                joined.extend(pieces(&next.hashed_pieces, more.bytes));
+                self.hashed_pieces = joined;
+            }
             content.bytes += more.bytes;
             content.xxh3_64.extend_from_slice(&more.xxh3_64);
-        } else if more.bytes > 0 {
-            *content = FileRecord { bytes: content.bytes + more.bytes, ..FileRecord::default() };
-            self.hashed = "nothing: its ranges were hashed apart".to_owned();
         }
         let runs: &[_] = if self.lines_without_document_complete { &next.lines_without_document } else { &[] };
         for &[first, count] in runs {
@@ -277,11 +294,28 @@ mod tests {
     }
 
     #[test]
-    fn hashes_that_cannot_be_joined_are_dropped_and_said_to_be() {
+    fn hashes_of_ranges_that_are_no_whole_blocks_begin_anew_in_each() {
         let mut first = range([0, 60], 5, &[], 64);
         assert!(first.join(&range([60, 100], 4, &[], 64)));
-        assert_eq!((first.content.bytes, first.content.xxh3_64.len()), (100, 0));
-        assert!(first.hashed.starts_with("nothing"));
+        assert!(first.join(&range([100, 130], 4, &[], 64)));
+        assert_eq!(first.content.xxh3_64, ["0", "60", "100"]);
+        assert_eq!((first.content.bytes, first.hashed_pieces), (130, vec![60, 40, 30]));
+    }
+
+    #[test]
+    fn ranges_of_a_table_share_the_hash_of_its_footer() {
+        let rows = |rows: [u64; 2]| {
+            let mut part = range(rows, rows[1] - rows[0], &[], 64);
+            part.hashed = "last MiB".to_owned();
+            part.content = FileRecord { bytes: 999, block_bytes: 64, xxh3_64: vec!["f".to_owned()] };
+            part
+        };
+        let mut first = rows([0, 10]);
+        assert!(first.join(&rows([10, 30])));
+        assert_eq!((first.content.bytes, first.content.xxh3_64.len(), first.num_lines), (999, 1, 30));
+        let mut other = rows([30, 40]);
+        other.content.xxh3_64 = vec!["e".to_owned()];
+        assert!(!first.join(&other), "a file that was changed between two shards is not one source");
     }
 
     #[test]

@@ -28,13 +28,14 @@ Nothing incomplete ever has its final name. What a stopped job has done stays in
 goes on from there."""
 
 
-def run(name: str, command: Callable[[], None], *, on_stop: Callable[[], str] | None = None) -> int:
+def run(name: str, command: Callable[[], None], *, on_stop: Callable[[bool], str] | None = None) -> int:
     """Runs a command; faults end in one sentence on standard error.
 
     Args:
         name: what the sentences begin with.
         command: the work.
-        on_stop: what to add when it was stopped or failed, such as that the same command goes on; empty for nothing.
+        on_stop: what to add when it was stopped or failed, such as that the same command goes on; empty for nothing. It
+            is told whether the data were the cause.
 
     Returns:
         The exit code.
@@ -44,7 +45,7 @@ def run(name: str, command: Callable[[], None], *, on_stop: Callable[[], str] | 
         command()
         sys.stdout.flush()
     except MegaflowError as error:
-        _say(name, str(error), on_stop if isinstance(error, OSError) else None)
+        _say(name, str(error), on_stop if isinstance(error, (OSError, DataFormatError)) else None, error)
         return code_of(error)
     except KeyboardInterrupt:
         _say(name, "stopped by Ctrl-C", on_stop)
@@ -59,8 +60,8 @@ def run(name: str, command: Callable[[], None], *, on_stop: Callable[[], str] | 
     return 0
 
 
-def _say(name: str, sentence: str, on_stop: Callable[[], str] | None) -> None:
-    addition = on_stop() if on_stop is not None else ""
+def _say(name: str, sentence: str, on_stop: Callable[[bool], str] | None, error: MegaflowError | None = None) -> None:
+    addition = on_stop(isinstance(error, DataFormatError)) if on_stop is not None else ""
     print(f"{name}: {sentence}{'; ' if addition else ''}{addition}", file=sys.stderr)
 
 

@@ -37,9 +37,12 @@ def main(
             print(f"{prog}: warning: {warning}", file=sys.stderr)
         print(summary(report, tokenizer, append_eod=options.append_eod, policy=options.special_tokens_in_text))
 
-    def on_stop() -> str:
+    def on_stop(is_data_at_fault: bool) -> str:
         kept = next((folder for folder in staging if (folder / "journal.json").exists()), None)
-        return f"what is done is kept in {kept}, and the same command goes on from there" if kept else ""
+        if kept is None:
+            return ""
+        how = "with --on-bad-record skip the job" if is_data_at_fault else "the same command"
+        return f"what is done is kept in {kept}, and {how} goes on from there"
 
     return exit_codes.run(prog, command, on_stop=on_stop)
 

@@ -74,7 +74,7 @@ def test_lines_of_one_job(corpora: dict[str, list[str]], tmp_path: Path) -> None
     assert check_lines(tmp_path / "out_text_document", corpora) == good(corpora)
 
 
-@pytest.mark.parametrize("partitions", [2, 3, 7])
+@pytest.mark.parametrize("partitions", [2, 7])
 def test_lines_of_partitions(partitions: int, corpora: dict[str, list[str]], tmp_path: Path) -> None:
     run_partitions(list(corpora), options(tmp_path / "out"), partitions)
     assert check_lines(tmp_path / "out_text_document", corpora) == good(corpora)
