@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,36 @@ def test_a_full_disk_ends_in_words_and_the_job_goes_on(corpus: Path, straight: l
     assert final_files(corpus) == []
     assert "documents were done before" in finish(corpus)
     assert results(corpus) == straight
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own that is soon full; needs the right to mount."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a tmpfs is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_file_system_ends_in_words_and_the_job_goes_on(
+    corpus: Path, straight: list[bytes], small_disk: Path
+) -> None:
+    flags = ("--output-prefix", str(small_disk / "out"), "--journal-every", "0")
+    assert len(straight[0]) > 1 << 20
+    run = subprocess.run(command_for(corpus, *flags), capture_output=True, text=True, check=False)
+    assert run.returncode == 5
+    assert "No space left on device" in run.stderr
+    assert "the same command goes on from there" in run.stderr
+    assert [path.name for path in small_disk.iterdir()] == ["out.partial"]
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    run = subprocess.run(command_for(corpus, *flags), capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "documents were done before" in run.stdout
+    found = [(small_disk / f"out_text_document{suffix}").read_bytes() for suffix in (".bin", ".idx")]
+    assert found == straight
 
 
 def test_an_input_that_changed_is_not_gone_on_with(corpus: Path, tmp_path: Path) -> None:
