@@ -31,10 +31,15 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow export
         add_tokenizer(parser)
         parsed = parser.parse(arguments)
         output = parsed.output or f"{resolve_prefix(parsed.prefix)}.{parsed.to}"
-        tokenizer, content = named_tokenizer(parsed), parsed.content or "text"
+        tokenizer = named_tokenizer(parsed)
         with show_counts("exporting", "documents") as progress:
             documents = export(
-                parsed.prefix, output, to=parsed.to, content=content, tokenizer=tokenizer, progress=progress
+                parsed.prefix,
+                output,
+                to=parsed.to,
+                content=parsed.content or "text",
+                tokenizer=tokenizer,
+                progress=progress,
             )
         print(f"{output}: {plural(documents, 'document')}", file=sys.stderr if output == "-" else sys.stdout)
 
