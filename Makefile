@@ -7,11 +7,11 @@ export PYTHON
 python:
 	@$(PYTHON) tools/check_python.py
 
-.PHONY: help build demo test test-all check bench clean
+.PHONY: help build demo test test-all test-loops check bench clean
 .DEFAULT_GOAL := help
 
 help: ## this list
-	@awk -F ' *## ' '/^[a-z-]+:.*## / {sub(/:.*/, "", $$1); printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ' *## ' '/^[a-z-]+:.*## / {sub(/:.*/, "", $$1); printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build: python ## the environment in .venv: packages, torch, the Rust extension
 	@$(PYTHON) tools/setup_env.py
@@ -24,6 +24,9 @@ test: python ## all tests, Rust and Python
 
 test-all: python ## the slow tests too, and those for a GPU where there is one
 	@$(PYTHON) tools/run_tests.py --all
+
+test-loops: python ## the loops of other libraries (Lightning, Hugging Face, JAX), in an environment of their own
+	@$(PYTHON) tools/test_loops.py
 
 check: python ## formatters, linters, types, layers, clippy, stub
 	@tools/check

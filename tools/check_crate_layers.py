@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "megaflow-indexed": {"megaflow-core"},
     "megaflow-build": {"megaflow-core", "megaflow-source", "megaflow-tokenize", "megaflow-indexed"},
     "megaflow-sample": {"megaflow-core", "megaflow-indexed"},
-    "megaflow-stream": {"megaflow-core", "megaflow-source", "megaflow-tokenize", "megaflow-sample"},  # to come
+    "megaflow-stream": {"megaflow-core", "megaflow-source", "megaflow-tokenize", "megaflow-sample"},
     "megaflow-prefetch": {"megaflow-core"},
 }
 BOUNDARY = "megaflow-py"

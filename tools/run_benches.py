@@ -9,7 +9,7 @@ import sys
 from setup_env import ROOT, prepare_or_exit
 from steps import Step, run_steps, sum_up
 
-PROGRAMS = ("preprocess", "loader", "tokenizer")
+PROGRAMS = ("preprocess", "loader", "stream", "tokenizer")
 RIVALS = ("stable", "rc")
 """Environments of the tokenizer benchmark's rivals, of which some exclude one another."""
 

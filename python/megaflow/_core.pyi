@@ -12,19 +12,28 @@ __version__: Final[str]
 __all__ = [
     "ArrayView",
     "BatchBuffer",
+    "BestFitDataset",
+    "Blend",
+    "Cyclic",
     "GptDataset",
     "IndexedDataset",
+    "InstantDataset",
+    "MockDataset",
     "PairWriter",
     "Prefetcher",
     "SampleSource",
+    "Stream",
     "Tokenizer",
     "__version__",
     "checksum_file",
     "discover",
+    "fill_in_middle",
     "merge",
+    "normalized_weights",
     "plan_shards",
     "preprocess",
     "resolve_prefix",
+    "share_counts",
     "split_matrix",
     "split_sequences",
     "verify",
@@ -133,6 +142,23 @@ class SampleSource:
     def sample_len(self) -> int: ...
     def read(self, index: int) -> NDArray[np.int64]: ...
     def layout(self, index: int) -> tuple[list[tuple[int, int, int, int]], list[int]]: ...
+
+@final
+class Cyclic:
+    def __new__(cls, source: SampleSource, *, seed: int) -> Cyclic: ...
+    def source(self) -> SampleSource: ...
+    def locate(self, positions: Sequence[int]) -> list[int]: ...
+
+@final
+class Stream:
+    def __new__(cls, settings: dict[str, Any], tokenizer: Tokenizer, state: str | None = None) -> Stream: ...
+    def source(self) -> SampleSource: ...
+    def position(self, count: int) -> str: ...
+    def go_to(self, index: int) -> None: ...
+    def origins(self, index: int) -> list[tuple[int, int, int, int, int, int]]: ...
+    @property
+    def names(self) -> list[Path]: ...
+    def counts(self) -> dict[str, int]: ...
 
 @final
 class GptDataset:
@@ -250,9 +276,7 @@ class Blend:
         cache: tuple[str | PathLike[str], str, str] | None,
     ) -> Blend: ...
     @staticmethod
-    def exhaustive(
-        sources: Sequence[SampleSource], cache: tuple[str | PathLike[str], str, str] | None
-    ) -> Blend: ...
+    def exhaustive(sources: Sequence[SampleSource], cache: tuple[str | PathLike[str], str, str] | None) -> Blend: ...
     @staticmethod
     def shares(
         sources: Sequence[SampleSource], phases: Sequence[tuple[int, Sequence[float]]], num_samples: int
@@ -291,6 +315,18 @@ class BatchBuffer:
     def sample_ids(self) -> NDArray[np.int64]: ...
     @property
     def wait_s(self) -> float: ...
+    @property
+    def request_to_ready_s(self) -> float: ...
+    @property
+    def queue_depth(self) -> int: ...
+    @property
+    def cache_misses(self) -> int: ...
+    @property
+    def disk_bytes(self) -> int: ...
+    @property
+    def is_full(self) -> bool: ...
+    @property
+    def short_rows(self) -> list[tuple[int, int]]: ...
 
 @final
 class Prefetcher:
@@ -304,6 +340,7 @@ class Prefetcher:
         num_threads: int,
         prefetch: int,
         consumed_samples: int,
+        dtype: str,
     ) -> Prefetcher: ...
     def next(self) -> BatchBuffer | None: ...
     @property

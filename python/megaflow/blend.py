@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from os import PathLike
 from typing import Any
 
@@ -104,21 +106,25 @@ def format_table(rows: Sequence[BlendRow]) -> str:
 class BlendedDataset(SampleDataset):
     """Samples of several datasets.
 
-    In order "megatron" each step draws the dataset that lags most behind its share, bit for bit as Megatron-LM does, from a
-    table of 10 bytes a sample. In order "instant" the dataset of a sample is computed: at every prefix each dataset has given
-    its exact share to within two samples (half a sample with two datasets), nothing is stored, and the weights may change
-    at stated samples without touching what came before.
+    In order "megatron" each step draws the dataset that lags most behind its share, bit for bit as Megatron-LM does,
+    from a table of 10 bytes a sample. In order "instant" the dataset of a sample is computed: at every prefix each
+    dataset has given its exact share to within two samples (half a sample with two datasets), nothing is stored, and
+    the weights may change at stated samples without touching what came before.
 
     Args:
-        datasets: `GPTDataset`s that agree in `seq_len`, extra token and padding. Each must hold what the blend draws of it.
-        weights: shares, in any unit. None takes every sample of every dataset, or the first `num_samples` of such a blend.
-        num_samples: samples of the blend. With weights and order "megatron" each share is rounded up, so there may be more.
+        datasets: `GPTDataset`s that agree in `seq_len`, extra token and padding. Each must hold what the blend draws of
+            it.
+        weights: shares, in any unit. None takes every sample of every dataset, or the first `num_samples` of such a
+            blend.
+        num_samples: samples of the blend. With weights and order "megatron" each share is rounded up, so there may be
+            more.
         order: "megatron" or "instant".
         phases: weights that change: (first sample, weights), the first at 0. Instead of `weights`; order "instant".
         cache_dir: folder where Megatron's table is kept and shared by all processes.
 
     Raises:
-        ConfigError: if weights mean nothing, a dataset holds fewer samples than are drawn of it, or settings do not agree.
+        ConfigError: if weights mean nothing, a dataset holds fewer samples than are drawn of it, or settings do not
+            agree.
     """
 
     def __init__(
@@ -153,15 +159,16 @@ class BlendedDataset(SampleDataset):
             raise ConfigError("weights and phases are one setting; give one of them")
         if phases is not None and self.order != "instant":
             raise ConfigError(
-                "weights that change on the way need order 'instant': in order 'megatron' how often each dataset is repeated "
-                "decides about its order, so a change would reorder the past"
+                "weights that change on the way need order 'instant': in order 'megatron' how often each dataset is "
+                "repeated decides about its order, so a change would reorder the past"
             )
         if (weights is not None or phases is not None) and self.num_samples is None:
             raise ConfigError("a blend with weights has no natural end; give num_samples")
         if weights is None and phases is None:
             lengths = [float(len(dataset)) for dataset in self.datasets]
             return [(0, lengths if any(lengths) else [1.0] * len(lengths))]
-        read: list[Phase] = [(0, list(weights))] if weights is not None else [(at, list(own)) for at, own in phases or ()]
+        changing = phases or () if weights is None else [(0, weights)]
+        read: list[Phase] = [(at, list(own)) for at, own in changing]
         for _, own in read:
             check_weights(own, self.names)
         return read
@@ -235,7 +242,7 @@ class BlendedDataset(SampleDataset):
         size = max(len(self), 1)
         bounds = [*(at for at, _ in self.phases if at < size), size]
         requested = [0.0] * len(self.datasets)
-        for (begin, end), (_, weights) in zip(zip(bounds, bounds[1:], strict=False), self.phases, strict=False):
+        for (begin, end), (_, weights) in zip(pairwise(bounds), self.phases, strict=False):
             for number, weight in enumerate(normalize(weights)):
                 requested[number] += weight * (end - begin) / size
         return requested
@@ -255,24 +262,30 @@ class BlendedDataset(SampleDataset):
         current = self.description
         if saved.get("order") != current["order"]:
             return [f"order was {saved.get('order')!r} and is {current['order']!r}"]
-        found = []
-        before, now = (_phases_until(side.get("phases", []), consumed_samples) for side in (saved, current))
-        if before != now:
-            found.append(f"weights up to sample {consumed_samples} were {before} and are {now}")
-        old, new = saved.get("datasets", []), current["datasets"]
-        if len(old) != len(new):
-            found.append(f"the blend had {len(old)} datasets and has {len(new)}")
-        for name, one, other in zip(self.names, old, new, strict=False):
-            keys = sorted((one.keys() | other.keys()) - FREE_ENTRIES)
-            found += [
-                f"{key} of {name} was {one.get(key)!r} and is {other.get(key)!r}"
-                for key in keys
-                if one.get(key) != other.get(key)
-            ]
+        before, now = (_drawn_until(side, consumed_samples) for side in (saved, current))
+        if before == now:
+            return []
+        found = [
+            f"the phase at sample {old[0]} drew {_words(old[1])}; that at sample {new[0]} now draws {_words(new[1])}"
+            for old, new in zip(before, now, strict=False)
+            if old != new
+        ]
+        if len(before) != len(now):
+            found.append(f"up to sample {consumed_samples} there were {len(before)} phases of weights, now {len(now)}")
         return found
 
+    def recipe(self) -> dict[str, Any]:
+        """How this blend is opened again, in plain types; `megaflow.origin.open_dataset` does."""
+        settings: dict[str, Any] = {"num_samples": self.num_samples, "order": self.order}
+        if self.order == "instant" and self.is_weighted:
+            settings["phases"] = [[at, list(weights)] for at, weights in self.phases]
+        elif self.is_weighted:
+            settings["weights"] = list(self.phases[0][1])
+        recipes = [dataset.recipe() for dataset in self.datasets]
+        return {"kind": "BlendedDataset", "datasets": recipes, "settings": settings}
+
     def __reduce__(self) -> tuple[Any, ...]:
-        settings = {"num_samples": self.num_samples, "order": self.order, "cache_dir": self.cache_dir}
+        settings: dict[str, Any] = {"num_samples": self.num_samples, "order": self.order, "cache_dir": self.cache_dir}
         weights = None
         if self.order == "instant" and self.is_weighted:
             settings["phases"] = self.phases
@@ -298,8 +311,24 @@ def table_row(dataset: GPTDataset, requested: float, num_samples: int, size: int
     )
 
 
-def _phases_until(phases: Sequence[Sequence[Any]], consumed_samples: int) -> list[list[Any]]:
-    return [[at, list(weights)] for at, weights in phases if at == 0 or at < consumed_samples]
+Drawn = list[tuple[int, list[tuple[float, dict[str, Any]]]]]
+
+
+def _drawn_until(description: Mapping[str, Any], consumed_samples: int) -> Drawn:
+    """For each phase that begins before a position, weight and description of the datasets that it draws."""
+    datasets = [
+        {name: value for name, value in dataset.items() if name not in FREE_ENTRIES}
+        for dataset in description.get("datasets", [])
+    ]
+    return [
+        (at, [(weight, own) for weight, own in zip(weights, datasets, strict=False) if weight > 0])
+        for at, weights in description.get("phases", [])
+        if at == 0 or at < consumed_samples
+    ]
+
+
+def _words(drawn: list[tuple[float, dict[str, Any]]]) -> str:
+    return "; ".join(f"{weight:.6g} of {json.dumps(own, sort_keys=True)}" for weight, own in drawn)
 
 
 def _rebuild(

@@ -48,8 +48,8 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> BlendSpec:
     """Reads a list as Megatron does: weights and prefixes in turn if every other word is a number, else prefixes only.
 
     Raises:
-        ConfigError: if words are missing, only some of the weights are numbers, a weight means nothing, or a list of pairs
-            might as well be a list of prefixes.
+        ConfigError: if words are missing, only some of the weights are numbers, a weight means nothing, or a list of
+            pairs might as well be a list of prefixes.
     """
     if not words:
         raise ConfigError(f"{flag} is empty; expected {_FORMS}")
@@ -63,7 +63,8 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> BlendSpec:
     named = [word for word in words[::2] if _is_pair(word)]
     if named:
         raise ConfigError(
-            f"{flag}: {named[0]!r} is a weight by its place, and also the prefix of a pair; write ./{named[0]} to name the pair"
+            f"{flag}: {named[0]!r} is a weight by its place, and also the prefix of a pair; write ./{named[0]} to name "
+            "the pair"
         )
     return BlendSpec(tuple(words[1::2]), weights)
 
@@ -81,8 +82,8 @@ def read_data_arguments(
         data_path: `--data-path`.
         per_split: `--train-data-path`, `--valid-data-path`, `--test-data-path`.
         data_args_path: `--data-args-path`, a file with what `--data-path` would hold.
-        per_split_data_args_path: `--per-split-data-args-path`, a JSON object with `train`, `valid` and `test`, each a list
-            or a text.
+        per_split_data_args_path: `--per-split-data-args-path`, a JSON object with `train`, `valid` and `test`, each a
+            list or a text.
 
     Raises:
         ConfigError: if none or more than one of them is given, or as `parse_blend`.

@@ -32,7 +32,7 @@ class SplitDatasets:
     """The samples of the three splits, and what there is to say of them at start."""
 
     train: AnyDataset | None
-    """None where the split is switched off, or has nothing and nothing is asked of it."""
+    """None where the split is switched off, has nothing, or nothing is asked of it."""
     valid: AnyDataset | None
     """As `train`."""
     test: AnyDataset | None
@@ -95,12 +95,14 @@ class Builder:
             spec = data.blend if data.per_split is None else data.per_split[number]
             split = self.split if data.per_split is None else None
             built.append(None if spec is None else self._build_split(spec, split, name, wanted, data))
-        return SplitDatasets(*built, notes=tuple(self._notes))
+        train, valid, test = built
+        return SplitDatasets(train, valid, test, tuple(self._notes))
 
     def _build_split(
         self, spec: BlendSpec, split: str | None, name: str, wanted: int | None, data: DataSpec
     ) -> AnyDataset | None:
-        if split is not None and _core.split_matrix(split)[SPLIT_NAMES.index(name)] is None:
+        is_off = split is not None and _core.split_matrix(split)[SPLIT_NAMES.index(name)] is None
+        if is_off or wanted == 0:
             return None
         # Megatron wraps a single prefix only if it has a weight, and never where each split is named.
         is_single = len(spec.prefixes) == 1 and (spec.weights is None or data.per_split is not None)
@@ -109,7 +111,8 @@ class Builder:
         return self._build_blend(spec, split, name, wanted)
 
     def _build_single(self, prefix: str, split: str | None, name: str, wanted: int | None) -> GPTDataset | None:
-        if self._is_empty(prefix, split, name) and not wanted:
+        # A train split without documents is an error as soon as samples are asked of it.
+        if self._is_empty(prefix, split, name) and (wanted is None or name != "train"):
             return None
         return self._make(prefix, split, name, wanted)
 
@@ -135,15 +138,15 @@ class Builder:
         return blend
 
     def _kept(self, spec: BlendSpec, split: str | None, name: str, phases: Sequence[Phase] | None) -> list[int]:
-        """Datasets that can give something. One that is asked for samples and has none is an error later on."""
-        kept = []
+        """Datasets that can give something. One that has none is left out of valid and test, and an error of train."""
+        kept, is_weighted = [], spec.weights is not None or phases is not None
         for number, prefix in enumerate(spec.prefixes):
             shares = [spec.weights[number]] if spec.weights is not None and phases is None else [1.0]
             if phases is not None:
                 shares = [weights[number] for _, weights in phases if number < len(weights)]
             if not any(shares):
                 self._notes.append(f"{name}: {prefix} has weight 0 and is not read")
-            elif not self._is_empty(prefix, split, name) or (spec.weights is not None or phases is not None):
+            elif not self._is_empty(prefix, split, name) or (name == "train" and is_weighted):
                 kept.append(number)
         return kept
 

@@ -5,6 +5,7 @@ Legend: `T` sequence length of the model (`seq_len`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -46,9 +47,7 @@ class FillInMiddle:
     tokenizer: Tokenizer | None = None
     """Cuts fall between letters of the text, and its parts are tokenized anew; None cuts between tokens."""
 
-    def apply(
-        self, source: _core.SampleSource, *, seed: int, eod_id: int | None, pad_id: int
-    ) -> _core.SampleSource:
+    def apply(self, source: _core.SampleSource, *, seed: int, eod_id: int | None, pad_id: int) -> _core.SampleSource:
         """The samples of `source`, reordered."""
         return _core.fill_in_middle(
             source,
@@ -74,16 +73,16 @@ class FillInMiddle:
 class GPTDataset(SampleDataset):
     """Samples of `seq_len + 1` tokens of one pair.
 
-    In order "megatron" they are cut from shuffled documents, bit for bit as Megatron-LM does; the order is a function of
-    data, split, seed, `seq_len` and, where it takes more than one epoch, `num_samples`. In order "instant" they are cut in
-    file order and handed out by a permutation that is computed on the fly: no index, the same start at any size, every
-    epoch shuffled anew, and a larger `num_samples` never reorders.
+    In order "megatron" they are cut from shuffled documents, bit for bit as Megatron-LM does; the order is a function
+    of data, split, seed, `seq_len` and, where it takes more than one epoch, `num_samples`. In order "instant" they are
+    cut in file order and handed out by a permutation that is computed on the fly: no index, the same start at any size,
+    every epoch shuffled anew, and a larger `num_samples` never reorders.
 
     Args:
         data: an `IndexedDataset`, or the prefix of a pair.
         seq_len: `T`, tokens that the model sees of one sample.
-        num_samples: samples that must be reached, by repeating the documents; None is one epoch. In order "megatron" there
-            may be more.
+        num_samples: samples that must be reached, by repeating the documents; None is one epoch. In order "megatron"
+            there may be more.
         seed: of the shuffles, 0 to 2^32 - 1.
         split: shares of train, valid and test, such as "969,30,1". None takes everything.
         split_name: "train", "valid" or "test".
@@ -99,9 +98,9 @@ class GPTDataset(SampleDataset):
         document_masking: samples carry `cu_seqlens`, and positions start again, where a document begins, whether or not
             an `eod_id` stands before it.
         order: "megatron" or "instant".
-        shuffle: in order "instant": "samples", or "documents" too, within windows of some 512 of them.
-        packing: "concatenate" cuts wherever a sample is full; "best_fit" (with order "instant") packs documents whole, and
-            builds an index of 16 bytes a document in memory.
+        shuffle: in order "instant": "samples", or "documents" too, within windows of some 256 of them.
+        packing: "concatenate" cuts wherever a sample is full; "best_fit" (with order "instant") packs documents whole,
+            and builds an index of 16 bytes a document in memory.
         fim: reorders documents for filling in the middle.
         num_threads: threads that build the index.
         cache_dir: folder where the index is kept under Megatron's names and shared by all processes; None builds it in
@@ -169,8 +168,8 @@ class GPTDataset(SampleDataset):
                 raise ConfigError(f"{name} = {getattr(self, name)!r}: expected {' or '.join(map(repr, known))}")
         if self.order == "megatron" and (self.shuffle, self.packing) != ("samples", "concatenate"):
             raise ConfigError(
-                f"shuffle {self.shuffle!r} with packing {self.packing!r} is no order of Megatron's, which always shuffles "
-                "documents and concatenates them; give order 'instant'"
+                f"shuffle {self.shuffle!r} with packing {self.packing!r} is no order of Megatron's, which always "
+                "shuffles documents and concatenates them; give order 'instant'"
             )
         if self.packing == "best_fit" and (self.shuffle == "documents" or self.keep_partial):
             raise ConfigError("packing 'best_fit' packs whole documents in any case; drop shuffle and keep_partial")
@@ -213,7 +212,8 @@ class GPTDataset(SampleDataset):
 
     @property
     def cached(self) -> tuple[str, str | None] | None:
-        """What became of the cache: "found", "adopted" (Megatron's, checked), "built", "replaced" or "not kept", and why.
+        """What became of the cache: "found", "adopted" (Megatron's, checked), "built", "replaced" or "not kept", and
+        why.
 
         None where no folder was given.
         """
@@ -297,7 +297,9 @@ class GPTDataset(SampleDataset):
 
     @property
     def separate_last_epoch(self) -> bool:
-        """Whether the last epoch is shuffled apart from the others, because little of it is needed (order "megatron")."""
+        """Whether the last epoch is shuffled apart from the others, because little of it is needed (order
+        "megatron").
+        """
         return isinstance(self._core, _core.GptDataset) and self._core.separate_last_epoch
 
     @property
@@ -320,7 +322,7 @@ class GPTDataset(SampleDataset):
     @property
     def description(self) -> dict[str, Any]:
         """Everything that determines the samples and their order, in plain types."""
-        description = {
+        description: dict[str, Any] = {
             "order": self.order,
             "data": self.indexed.content_key,
             "sequences": list(self._core.sequences),
@@ -342,6 +344,17 @@ class GPTDataset(SampleDataset):
             }
         repeats = self.num_samples is not None
         return {**description, "shuffle": self.shuffle, "packing": self.packing, "repeats": repeats}
+
+    def recipe(self) -> dict[str, Any]:
+        """How this dataset is opened again, in plain types; `megaflow.origin.open_dataset` does.
+
+        Raises:
+            ConfigError: with fill in the middle, whose tokenizer exists in memory only.
+        """
+        if self.fim is not None:
+            raise ConfigError("fill in the middle reorders documents with a tokenizer that exists in memory only")
+        prefix = os.path.abspath(self.indexed.prefix)  # noqa: PTH100 - `..` stays what it is
+        return {"kind": "GPTDataset", "prefix": prefix, "settings": self._settings()}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.indexed, self._settings())

@@ -1,7 +1,7 @@
 """Positions, attention boundaries and loss masks of samples that hold several documents.
 
-Legend: `T` sequence length of the model, `b` samples. A sample's *starts* are the positions in it where a document (or a
-part of one) begins, ascending; `SampleSource.layout` tells them.
+Legend: `T` sequence length of the model, `b` samples. A sample's *starts* are the positions in it where a document (or
+a part of one) begins, ascending; `SampleSource.layout` tells them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def eod_starts(tokens: NDArray[np.integer], eod_id: int) -> list[int]:
 
 
 def eod_loss_mask(tokens: NDArray[np.integer], eod_id: int) -> NDArray[np.float32]:
-    """Loss mask that is 0 where the input is `eod_id`, whose successor belongs to another document. float32, as `tokens`."""
-    return (tokens != eod_id).astype(np.float32)
+    """Loss mask that is 0 where the input is `eod_id`, whose successor belongs to another document. float32, as
+    `tokens`.
+    """
+    return np.asarray(tokens != eod_id, dtype=np.float32)
 
 
 def attention_mask(starts: Sequence[int], seq_len: int) -> NDArray[np.bool_]:
@@ -61,7 +63,8 @@ def attention_mask(starts: Sequence[int], seq_len: int) -> NDArray[np.bool_]:
     own = _inside(starts, seq_len)
     document = np.repeat(np.arange(len(own)), np.diff(np.append(own, seq_len)))
     visible = np.tri(seq_len, dtype=bool) & (document[:, None] == document[None, :])
-    return ~visible[None]
+    masked: NDArray[np.bool_] = ~visible[None]
+    return masked
 
 
 def _inside(starts: Sequence[int], seq_len: int) -> NDArray[np.int64]:

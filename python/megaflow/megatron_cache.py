@@ -1,8 +1,8 @@
 """Names and descriptions of index files that Megatron-LM and this package share.
 
-Megatron names a cache after the md5 of a description: the dataset's path, split, seed, sequence length, number of samples
-and tokenizer. What the description leaves out (the data themselves, the extra token, the partial sample) stands in a file
-beside it, and a cache whose file says something else is built anew.
+Megatron names a cache after the md5 of a description: the dataset's path, split, seed, sequence length, number of
+samples and tokenizer. What the description leaves out (the data themselves, the extra token, the partial sample) stands
+in a file beside it, and a cache whose file says something else is built anew.
 """
 
 from __future__ import annotations

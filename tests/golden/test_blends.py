@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +41,13 @@ TOKENIZER = {
 
 
 @pytest.fixture
-def goldens(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def goldens(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the goldens as current directory: the paths in Megatron's descriptions are relative to it."""
     folder = tmp_path / "goldens"
     folder.mkdir()
     shutil.copytree(shared / "goldens" / "datasets", folder / "datasets")
     monkeypatch.chdir(folder)
-    yield shared / "goldens" / "samples"
+    return shared / "goldens" / "samples"
 
 
 def read_case(samples: Path, name: str) -> tuple[dict[str, Any], Any]:
@@ -157,11 +155,11 @@ def test_a_cache_that_megatron_wrote_is_compared_and_used(goldens: Path, tmp_pat
     cache = tmp_path / "cache"
     cache.mkdir()
     write_as_megatron(cache, case, recorded)
-    before = {path.name: os.stat(path).st_mtime_ns for path in cache.iterdir()}
+    before = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
     for dataset in build(case, cache).datasets.values():
         assert dataset.cached == ("adopted", None)
         assert [part.cached for part in parts(dataset)] == [("adopted", None)] * 3
-    assert {name: os.stat(cache / name).st_mtime_ns for name in before} == before
+    assert {name: (cache / name).stat().st_mtime_ns for name in before} == before
     assert all(dataset.cached == ("found", None) for dataset in build(case, cache).datasets.values())
 
 

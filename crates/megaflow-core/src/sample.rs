@@ -108,6 +108,16 @@ pub trait SampleSource: Send + Sync {
         out.write_i64(index, &wide[..tokens])
     }
 
+    /// As [`read_into`](Self::read_into); tells how many tokens are not padding, as [`sample_tokens`](Self::sample_tokens)
+    /// does. A source that learns that while it reads does it in one go.
+    ///
+    /// # Errors
+    /// As [`read_into`](Self::read_into).
+    fn read_counted(&self, index: u64, out: TokensMut<'_>) -> Result<usize, SampleError> {
+        self.read_into(index, out)?;
+        self.sample_tokens(index)
+    }
+
     /// Tokens of sample `index` that are not padding; padding lies at the end only.
     ///
     /// # Errors
@@ -136,6 +146,9 @@ pub trait SampleSource: Send + Sync {
 
     /// Tells that sample `index` will be read soon. Called with rising positions.
     fn announce(&self, _index: u64) {}
+
+    /// Asks the system to fetch what sample `index` lies in, without waiting for it.
+    fn read_ahead(&self, _index: u64) {}
 
     /// Tells that every sample before `count` that will ever be read was handed out.
     fn received(&self, _count: u64) {}

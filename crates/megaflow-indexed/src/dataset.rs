@@ -2,11 +2,13 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use megaflow_core::TokenDtype;
 use sha2::{Digest, Sha256};
 
 use crate::error::IndexError;
+use crate::guard;
 use crate::layout::{HEADER_BYTES, Layout, array_at};
 use crate::mmap::FileMap;
 use crate::prefix::{data_path, index_path, resolve_prefix};
@@ -33,7 +35,14 @@ pub struct IndexedDataset {
     layout: Layout,
     index: FileMap,
     data: FileMap,
+    /// Set for good once a page of either file was missing: it holds zeros now.
+    is_damaged: AtomicBool,
+    watched_reads: AtomicU32,
 }
+
+/// Reads between two looks at the files' sizes. The rest of the last page of a file that was cut short reads as zeros, and
+/// no signal tells.
+const READS_A_LOOK: u32 = 32;
 
 impl IndexedDataset {
     /// Opens the pair that `prefix` names, by the rules of [`resolve_prefix`].
@@ -56,7 +65,8 @@ impl IndexedDataset {
         let index = FileMap::open(&path)?;
         let layout = Layout::parse(&path, index.bytes(), options.with_modes)?;
         let data = FileMap::open(&data_path(&prefix))?;
-        let dataset = Self { prefix, layout, index, data };
+        let (is_damaged, watched_reads) = (AtomicBool::new(false), AtomicU32::new(0));
+        let dataset = Self { prefix, layout, index, data, is_damaged, watched_reads };
         dataset.check_boundaries()?;
         dataset.check_data_size()?;
         Ok(dataset)
@@ -102,6 +112,64 @@ impl IndexedDataset {
             return Err(IndexError::DataSize { path, dtype: self.layout.dtype, expected, found });
         }
         Ok(())
+    }
+
+    /// Runs something that reads the maps. If a file was cut short under them, or cannot be fetched, that is an error, and
+    /// what was read is thrown away; without this such a read ends the process.
+    ///
+    /// # Errors
+    /// [`IndexError::Shrunk`].
+    #[inline]
+    pub fn watched<T>(&self, read: impl FnOnce() -> T) -> Result<T, IndexError> {
+        // Threads may lose a count to each other: the look then comes a little later.
+        let reads = self.watched_reads.load(Ordering::Relaxed).wrapping_add(1);
+        self.watched_reads.store(reads, Ordering::Relaxed);
+        if self.is_damaged.load(Ordering::Acquire) {
+            return Err(self.shrunk());
+        }
+        let (value, seen) = guard::watched(read);
+        let is_damaged = match seen {
+            guard::Seen::Whole => reads % READS_A_LOOK == 0 && self.cut_file().is_some(),
+            guard::Seen::Missing(None) => true,
+            guard::Seen::Missing(Some(at)) => self.index.holds(at) || self.data.holds(at),
+        };
+        if is_damaged {
+            self.is_damaged.store(true, Ordering::Release);
+            return Err(self.shrunk());
+        }
+        Ok(value)
+    }
+
+    /// The file that is shorter than its map: path, size of the map, size now.
+    fn cut_file(&self) -> Option<(PathBuf, u64, String)> {
+        [(self.data_path(), &self.data), (self.index_path(), &self.index)]
+            .into_iter()
+            .find_map(|(path, map)| map.cut_to(&path).map(|len| (path, map.bytes().len() as u64, len.to_string())))
+    }
+
+    #[cold]
+    fn shrunk(&self) -> IndexError {
+        let unreadable = || (self.data_path(), self.data.bytes().len() as u64, "a page that cannot be read".to_owned());
+        let (path, expected, found) = self.cut_file().unwrap_or_else(unreadable);
+        IndexError::Shrunk { path, expected, found }
+    }
+
+    /// Asks the system to fetch tokens of sequence `index`, without waiting for them.
+    ///
+    /// # Errors
+    /// As [`token_bytes`](Self::token_bytes).
+    pub fn fetch_tokens(&self, index: usize, range: Range<usize>) -> Result<(), IndexError> {
+        self.fetch_bytes(self.token_bytes(index, range)?);
+        Ok(())
+    }
+
+    /// The same for bytes of the `.bin` that a method of this dataset gave; others are passed over.
+    pub fn fetch_bytes(&self, bytes: &[u8]) {
+        let data = self.data.bytes();
+        let begin = (bytes.as_ptr() as usize).wrapping_sub(data.as_ptr() as usize);
+        if begin < data.len() && bytes.len() <= data.len() - begin {
+            self.data.fetch(begin, bytes.len());
+        }
     }
 
     pub(crate) fn layout(&self) -> Layout {

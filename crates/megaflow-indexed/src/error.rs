@@ -29,6 +29,20 @@ pub enum IndexError {
         /// The system's reason.
         source: io::Error,
     },
+    /// The file became shorter, or unreadable, while it was open.
+    #[error(
+        "{}: was cut short or cannot be read any more: expected {expected} bytes as when it was opened, found {found}; \
+         put the file back and start again",
+        .path.display()
+    )]
+    Shrunk {
+        /// File.
+        path: PathBuf,
+        /// Bytes when it was opened.
+        expected: u64,
+        /// Bytes now.
+        found: String,
+    },
     /// The file is shorter than a header.
     #[error(
         "{}: truncated at byte {found}: the header of an index takes {needed} bytes; write the pair anew, or copy it \

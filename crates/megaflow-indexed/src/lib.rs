@@ -8,6 +8,7 @@
 mod checksummed;
 mod dataset;
 mod error;
+mod guard;
 mod layout;
 mod merge;
 mod mmap;

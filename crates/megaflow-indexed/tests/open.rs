@@ -256,3 +256,53 @@ proptest! {
         touch_all(&IndexedDataset::open(&prefix).unwrap());
     }
 }
+
+/// One sequence of the tokens 0 to 19,999.
+fn long_pair(prefix: &Path) {
+    let data: Vec<u8> = (0..20_000u16).flat_map(u16::to_le_bytes).collect();
+    write_pair(prefix, &index_bytes(8, 2, &[20_000], &[0, 1]), &data);
+}
+
+#[test]
+#[cfg(unix)]
+fn a_file_cut_short_under_its_map_is_an_error_and_no_signal() {
+    let folder = tempfile::tempdir().unwrap();
+    let prefix = folder.path().join("cut");
+    long_pair(&prefix);
+    let dataset = IndexedDataset::open(&prefix).unwrap();
+    let mut out = vec![0; 100];
+    dataset.watched(|| dataset.read_tokens(0, 0, &mut out)).unwrap().unwrap();
+    let bin = folder.path().join("cut.bin");
+    let whole = std::fs::read(&bin).unwrap();
+    std::fs::OpenOptions::new().write(true).open(&bin).unwrap().set_len(5000).unwrap();
+    let error = dataset.watched(|| dataset.read_tokens(0, 19_000, &mut out)).unwrap_err().to_string();
+    assert!(error.contains("cut.bin") && error.contains(&whole.len().to_string()), "{error}");
+    assert!(error.contains("found 5000"), "{error}");
+    // Zeros lie in the map now, so that it stays damaged even if the file comes back.
+    std::fs::write(&bin, &whole).unwrap();
+    assert!(dataset.watched(|| dataset.read_tokens(0, 0, &mut out)).is_err());
+    assert!(IndexedDataset::open(&prefix).is_ok());
+}
+
+#[test]
+#[cfg(unix)]
+fn a_cut_inside_a_page_is_seen_within_some_reads_and_removal_is_no_fault() {
+    let folder = tempfile::tempdir().unwrap();
+    let prefix = folder.path().join("cut");
+    long_pair(&prefix);
+    let dataset = IndexedDataset::open(&prefix).unwrap();
+    let mut out = vec![0; 1];
+    let mut read = || dataset.watched(|| dataset.read_tokens(0, 0, &mut out)).map(|read| read.unwrap());
+    let bin = folder.path().join("cut.bin");
+    std::fs::OpenOptions::new().write(true).open(&bin).unwrap().set_len(39_998).unwrap();
+    assert!((0..64).any(|_| read().is_err()));
+    let prefix = folder.path().join("gone");
+    long_pair(&prefix);
+    let dataset = IndexedDataset::open(&prefix).unwrap();
+    std::fs::remove_file(folder.path().join("gone.bin")).unwrap();
+    let mut out = vec![0; 3];
+    for _ in 0..100 {
+        dataset.watched(|| dataset.read_tokens(0, 19_997, &mut out)).unwrap().unwrap();
+    }
+    assert_eq!(out, [19_997, 19_998, 19_999]);
+}

@@ -3,16 +3,17 @@
 //! [`Prefetcher`] reads any [`SampleSource`](megaflow_core::SampleSource) with threads that each gather whole
 //! micro-batches, and hands the batches out in order. Which samples a batch holds depends on the plan alone, never on
 //! the number of threads.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)] // `usage` alone has any: a call of C
 
 mod error;
 mod plan;
 mod pool;
 mod prefetcher;
 mod stats;
+mod usage;
 
 pub use error::PrefetchError;
 pub use plan::{BatchPlan, PlanConfig};
-pub use pool::{BatchTokens, BufferPool};
+pub use pool::{BatchTokens, BufferPool, Tokens};
 pub use prefetcher::{Batch, Next, PrefetchOptions, Prefetcher};
 pub use stats::Totals;

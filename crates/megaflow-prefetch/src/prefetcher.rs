@@ -3,17 +3,18 @@
 use std::any::Any;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use megaflow_core::SampleSource;
+use megaflow_core::{SampleError, SampleSource, TokenDtype, UNKNOWN_LEN};
 
 use crate::error::PrefetchError;
 use crate::plan::{BatchPlan, PlanConfig};
-use crate::pool::{BatchTokens, BufferPool};
+use crate::pool::{BatchTokens, BufferPool, Tokens};
 use crate::stats::Totals;
+use crate::usage::DiskUse;
 
 /// Buffers that a consumer may hold back, beside those in the queue, before the pool has to make new ones.
 const SPARE_BUFFERS: usize = 4;
@@ -33,6 +34,8 @@ pub struct PrefetchOptions {
     pub num_threads: usize,
     /// Batches gathered ahead of the consumer.
     pub depth: usize,
+    /// Type of the tokens: `U16`, `I32` or `I64`.
+    pub dtype: TokenDtype,
 }
 
 /// One micro-batch.
@@ -50,6 +53,12 @@ pub struct Batch {
     pub request_to_ready: Duration,
     /// Batches that lay ready when this one was asked for.
     pub queue_depth: usize,
+    /// Page faults for which its gathering had to wait for the disk; 0 where the system does not tell.
+    pub cache_misses: u64,
+    /// Bytes read from the disk for it; 0 where the system does not tell.
+    pub disk_bytes: u64,
+    /// Rows that end in padding, and their tokens before it.
+    pub short_rows: Vec<(usize, usize)>,
 }
 
 /// Answer to a request for a batch.
@@ -71,6 +80,7 @@ pub struct Prefetcher {
     workers: Vec<JoinHandle<()>>,
     process: u32,
     totals: Totals,
+    has_ended: bool,
     /// Time spent in calls that ended with [`Next::Pending`], and the depth found by the first of them.
     pending: Option<(Duration, usize)>,
 }
@@ -95,25 +105,34 @@ impl Prefetcher {
                 found: micro_batch_size as u64,
             });
         };
+        if !matches!(options.dtype, TokenDtype::U16 | TokenDtype::I32 | TokenDtype::I64) {
+            let expected = format!("uint16, int32 or int64, not {}", options.dtype);
+            return Err(PrefetchError::BadSetting { setting: "dtype", expected, found: options.dtype.code().into() });
+        }
         let depth = options.depth.min(usize::try_from(plan.num_batches()).unwrap_or(usize::MAX).max(1));
         // A thread more than places in the queue would only wait.
         let num_threads = options.num_threads.min(depth);
-        let pool = BufferPool::new(buffer_len, depth.saturating_add(num_threads).saturating_add(SPARE_BUFFERS));
+        let places = depth.saturating_add(num_threads).saturating_add(SPARE_BUFFERS);
+        let pool = BufferPool::new(options.dtype, buffer_len, places);
         let shared = Arc::new(Shared {
             source,
             plan,
             pool,
             depth: depth as u64,
             is_stopped: AtomicBool::new(false),
+            is_cold: AtomicBool::new(false),
+            end: AtomicU64::new(u64::MAX),
             queue: Mutex::new(Queue::new(depth, Instant::now())),
             ready: Condvar::new(),
             room: Condvar::new(),
         });
+        shared.source.received(plan.consumed_samples(0));
         let mut prefetcher = Self {
             shared,
             workers: Vec::with_capacity(num_threads),
             process: std::process::id(),
             totals: Totals::default(),
+            has_ended: false,
             pending: None,
         };
         for thread in 1..=num_threads {
@@ -164,17 +183,24 @@ impl Prefetcher {
         if child != self.process {
             return Err(PrefetchError::Forked { parent: self.process, child });
         }
-        if self.totals.batches == self.shared.plan.num_batches() {
+        if self.has_ended || self.totals.batches == self.shared.plan.num_batches() {
             return Ok(Next::End);
         }
         let asked = Instant::now();
-        let (found, queue_depth) = if self.workers.is_empty() {
-            if patience.is_zero() {
-                return Ok(Next::Pending);
-            }
-            (Some(self.gather_here(asked)?), 0)
+        let received = if !self.workers.is_empty() {
+            self.shared.receive(patience)
+        } else if patience.is_zero() {
+            return Ok(Next::Pending);
         } else {
-            self.shared.receive(patience)?
+            self.gather_here(asked, patience)
+        };
+        let (found, queue_depth) = match received {
+            Err(Fault::End) => {
+                self.has_ended = true;
+                return Ok(Next::End);
+            }
+            Err(Fault::Error(error)) => return Err(error),
+            Ok(received) => received,
         };
         let (before, queue_depth) = self.pending.take().unwrap_or((Duration::ZERO, queue_depth));
         let wait = before + asked.elapsed();
@@ -184,13 +210,18 @@ impl Prefetcher {
         };
         let batch = gathered.into_batch(&self.shared, self.totals.batches, wait, queue_depth);
         self.count(&batch);
+        self.shared.source.received(self.shared.plan.consumed_samples(self.totals.batches));
         Ok(Next::Batch(batch))
     }
 
-    fn gather_here(&self, asked: Instant) -> Result<Gathered, PrefetchError> {
-        let mut gathered = self.shared.gather(self.totals.batches)?;
-        gathered.request_to_ready = asked.elapsed();
-        Ok(gathered)
+    fn gather_here(&self, asked: Instant, patience: Duration) -> Result<(Option<Gathered>, usize), Fault> {
+        let batch = self.totals.batches;
+        self.shared.announce(batch);
+        match self.shared.gather(batch, asked.checked_add(patience)) {
+            Ok(gathered) => Ok((Some(Gathered { request_to_ready: asked.elapsed(), ..gathered }), 0)),
+            Err(GatherFault::TimeIsUp) => Ok((None, 0)),
+            Err(GatherFault::Fault(fault)) => Err(fault),
+        }
     }
 
     fn count(&mut self, batch: &Batch) {
@@ -201,6 +232,11 @@ impl Prefetcher {
         self.totals.wait += batch.wait;
         self.totals.gather += batch.gather;
         self.totals.request_to_ready += batch.request_to_ready;
+        self.totals.max_wait = self.totals.max_wait.max(batch.wait);
+        let tokens = batch.tokens.tokens();
+        self.totals.token_bytes += (tokens.len() * tokens.dtype().size_bytes()) as u64;
+        self.totals.cache_misses += batch.cache_misses;
+        self.totals.disk_bytes += batch.disk_bytes;
     }
 }
 
@@ -230,6 +266,10 @@ struct Shared {
     pool: Arc<BufferPool>,
     depth: u64,
     is_stopped: AtomicBool,
+    /// Whether the page cache lacked something lately, so that it pays to ask for pages before they are read.
+    is_cold: AtomicBool,
+    /// Batches that there are, once a source without a known end has told.
+    end: AtomicU64,
     queue: Mutex<Queue>,
     /// The consumer waits here for the next batch.
     ready: Condvar,
@@ -251,13 +291,36 @@ struct Queue {
 
 struct Place {
     requested: Instant,
-    result: Option<Result<Gathered, PrefetchError>>,
+    result: Option<Result<Gathered, Fault>>,
+}
+
+/// Why a batch will never be there.
+#[derive(Clone)]
+enum Fault {
+    /// A source without a known end has ended before it.
+    End,
+    Error(PrefetchError),
+}
+
+/// Why a batch is not there.
+enum GatherFault {
+    Fault(Fault),
+    /// The source is still making it.
+    TimeIsUp,
+}
+
+impl From<PrefetchError> for GatherFault {
+    fn from(error: PrefetchError) -> Self {
+        Self::Fault(Fault::Error(error))
+    }
 }
 
 struct Gathered {
-    tokens: Vec<i64>,
+    tokens: Tokens,
     gather: Duration,
     request_to_ready: Duration,
+    disk: DiskUse,
+    short_rows: Vec<(usize, usize)>,
 }
 
 impl Queue {
@@ -286,6 +349,9 @@ impl Gathered {
             gather: self.gather,
             request_to_ready: self.request_to_ready,
             queue_depth,
+            cache_misses: self.disk.misses,
+            disk_bytes: self.disk.bytes,
+            short_rows: self.short_rows,
         }
     }
 }
@@ -296,15 +362,24 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn num_batches(&self) -> u64 {
+        self.plan.num_batches().min(self.end.load(Ordering::Relaxed))
+    }
+
+    /// Tells the source of the samples of a batch. Batches are announced in order.
+    fn announce(&self, batch: u64) {
+        self.plan.samples(batch).for_each(|sample| self.source.announce(sample));
+    }
+
     fn has_room(&self, queue: &Queue) -> bool {
-        queue.next_claimed < self.plan.num_batches().min(queue.next_received + self.depth)
+        queue.next_claimed < self.num_batches().min(queue.next_received + self.depth)
     }
 
     /// A worker's life: claim the next batch that has a place, gather it, put it there.
     fn work(&self) {
         let mut queue = self.lock();
         loop {
-            if self.is_stopped.load(Ordering::Relaxed) || queue.next_claimed == self.plan.num_batches() {
+            if self.is_stopped.load(Ordering::Relaxed) || queue.next_claimed >= self.num_batches() {
                 return;
             }
             if !self.has_room(&queue) {
@@ -321,8 +396,15 @@ impl Shared {
     fn gather_next<'a>(&'a self, mut queue: MutexGuard<'a, Queue>) -> MutexGuard<'a, Queue> {
         let batch = queue.next_claimed;
         queue.next_claimed += 1;
+        self.announce(batch);
         drop(queue);
-        let result = self.gather(batch);
+        let result = self.gather(batch, None).map_err(|fault| match fault {
+            GatherFault::Fault(fault) => fault,
+            GatherFault::TimeIsUp => Fault::End, // only while the threads are being stopped: nobody will see it
+        });
+        if let Err(Fault::End) = result {
+            self.end.fetch_min(batch, Ordering::Relaxed);
+        }
         let mut queue = self.lock();
         // The consumer cannot have passed a batch that is not there yet.
         let place = (batch - queue.next_received) as usize;
@@ -340,7 +422,7 @@ impl Shared {
     }
 
     /// Takes the batch at the front, and says how many lay ready when it was asked for.
-    fn receive(&self, patience: Duration) -> Result<(Option<Gathered>, usize), PrefetchError> {
+    fn receive(&self, patience: Duration) -> Result<(Option<Gathered>, usize), Fault> {
         let mut queue = self.lock();
         let queue_depth = queue.ready_batches();
         if queue_depth == 0 {
@@ -371,7 +453,9 @@ impl Shared {
         let place = queue.places.pop_front().and_then(|place| place.result);
         queue.places.push_back(Place { requested: Instant::now(), result: None });
         queue.next_received += 1;
-        let wake = queue.idle_workers > 0;
+        // Waking a worker costs about as much as gathering a small batch, so it is woken for several.
+        let room = queue.next_received + self.depth - queue.next_claimed;
+        let wake = queue.idle_workers > 0 && 2 * room >= self.depth;
         drop(queue);
         if wake {
             self.room.notify_one();
@@ -379,23 +463,78 @@ impl Shared {
         place.transpose().map(|gathered| (gathered, queue_depth))
     }
 
-    fn gather(&self, batch: u64) -> Result<Gathered, PrefetchError> {
-        let started = Instant::now();
+    /// Gathers a batch; gives up at `deadline`, or when the threads are to stop.
+    fn gather(&self, batch: u64, deadline: Option<Instant>) -> Result<Gathered, GatherFault> {
+        let (started, disk_before) = (Instant::now(), DiskUse::of_thread());
         let mut tokens = self.pool.take();
-        let read = AssertUnwindSafe(|| {
-            for (sample, out) in self.plan.samples(batch).zip(tokens.chunks_exact_mut(self.source.sample_len().max(1)))
-            {
-                if self.is_stopped.load(Ordering::Relaxed) {
-                    break; // Nobody will receive this batch.
+        let read = catch_unwind(AssertUnwindSafe(|| self.fill(batch, &mut tokens, deadline)));
+        match read {
+            Ok(Ok(short_rows)) => {
+                let disk = DiskUse::of_thread().since(disk_before);
+                let is_cold = disk.misses > 0;
+                if is_cold != self.is_cold.load(Ordering::Relaxed) {
+                    self.is_cold.store(is_cold, Ordering::Relaxed);
                 }
-                self.source.read_sample(sample, out)?;
+                Ok(Gathered { tokens, gather: started.elapsed(), request_to_ready: Duration::ZERO, disk, short_rows })
             }
-            Ok(())
-        });
-        match catch_unwind(read) {
-            Ok(Ok(())) => Ok(Gathered { tokens, gather: started.elapsed(), request_to_ready: Duration::ZERO }),
-            Ok(Err(source)) => Err(PrefetchError::Sample { batch, source }),
-            Err(panic) => Err(PrefetchError::Panicked { batch, message: panic_message(&*panic) }),
+            Ok(Err(fault)) => {
+                self.pool.put(tokens);
+                Err(fault)
+            }
+            Err(panic) => Err(PrefetchError::Panicked { batch, message: panic_message(&*panic) }.into()),
+        }
+    }
+
+    /// Reads the samples of a batch; returns the rows that end in padding, and their tokens before it.
+    fn fill(
+        &self,
+        batch: u64,
+        tokens: &mut Tokens,
+        deadline: Option<Instant>,
+    ) -> Result<Vec<(usize, usize)>, GatherFault> {
+        if self.source.num_samples() == UNKNOWN_LEN {
+            // A batch is for all ranks or for none, so it is there if the last rank's last sample is.
+            let last = self.plan.consumed_samples(batch + 1) - 1;
+            if !self.ask(batch, deadline, || self.source.has_sample(last))? {
+                return Err(GatherFault::Fault(Fault::End));
+            }
+        }
+        if self.is_cold.load(Ordering::Relaxed) {
+            let ahead = (batch + self.depth).min(self.num_batches().saturating_sub(1));
+            self.plan.samples(batch).chain(self.plan.samples(ahead)).for_each(|sample| self.source.read_ahead(sample));
+        }
+        let sample_len = self.source.sample_len();
+        let mut short_rows = Vec::new();
+        for (place, sample) in self.plan.samples(batch).enumerate() {
+            if self.is_stopped.load(Ordering::Relaxed) {
+                return Err(GatherFault::TimeIsUp); // nobody will receive this batch
+            }
+            let mut out = tokens.slice_mut(place * sample_len, (place + 1) * sample_len);
+            let filled = self.ask(batch, deadline, || self.source.read_counted(sample, out.reborrow()))?;
+            if filled < sample_len {
+                short_rows.push((place, filled));
+            }
+        }
+        Ok(short_rows)
+    }
+
+    /// Asks a source until it has an answer.
+    fn ask<T>(
+        &self,
+        batch: u64,
+        deadline: Option<Instant>,
+        mut question: impl FnMut() -> Result<T, SampleError>,
+    ) -> Result<T, GatherFault> {
+        loop {
+            match question() {
+                Ok(answer) => return Ok(answer),
+                Err(SampleError::NotReady { .. }) => {}
+                Err(source) => return Err(PrefetchError::Sample { batch, source }.into()),
+            }
+            let is_late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            if is_late || self.is_stopped.load(Ordering::Relaxed) {
+                return Err(GatherFault::TimeIsUp);
+            }
         }
     }
 }

@@ -19,4 +19,12 @@ pub struct Totals {
     pub gather: Duration,
     /// Time from the moment a batch could be gathered (a place in the queue was free) until it was ready.
     pub request_to_ready: Duration,
+    /// The longest time for which the consumer was blocked for one batch.
+    pub max_wait: Duration,
+    /// Bytes of tokens handed out.
+    pub token_bytes: u64,
+    /// Page faults for which a gathering thread had to wait for the disk; 0 where the system does not tell.
+    pub cache_misses: u64,
+    /// Bytes read from the disk for gathering threads; 0 where the system does not tell.
+    pub disk_bytes: u64,
 }

@@ -1,12 +1,13 @@
 //! Order, errors, waiting and stopping, on sources made for the purpose.
 #![expect(clippy::unwrap_used, reason = "a test ends where its set-up fails")]
 
-use std::sync::Arc;
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use megaflow_core::{SampleError, SampleSource};
-use megaflow_prefetch::{Next, PlanConfig, PrefetchError, PrefetchOptions, Prefetcher};
+use megaflow_core::{SampleError, SampleSource, TokenDtype, UNKNOWN_LEN};
+use megaflow_prefetch::{Batch, Next, PlanConfig, PrefetchError, PrefetchOptions, Prefetcher, Tokens};
 
 const SAMPLE_LEN: usize = 3;
 
@@ -48,14 +49,14 @@ fn source(num_samples: u64) -> Source {
 
 fn options(micro_batch_size: usize, dp: (usize, usize), num_threads: usize, depth: usize) -> PrefetchOptions {
     let plan = PlanConfig { micro_batch_size, dp_rank: dp.0, dp_size: dp.1, consumed_samples: 0 };
-    PrefetchOptions { plan, num_threads, depth }
+    PrefetchOptions { plan, num_threads, depth, dtype: TokenDtype::I64 }
 }
 
 fn drain(source: Source, options: PrefetchOptions) -> Vec<(Vec<i64>, Vec<i64>)> {
     let mut prefetcher = Prefetcher::new(Arc::new(source), options).unwrap();
     let mut batches = Vec::new();
     while let Some(batch) = prefetcher.next_batch().unwrap() {
-        batches.push((batch.sample_ids, batch.tokens.into_vec()));
+        batches.push((batch.sample_ids, batch.tokens.tokens().to_i64()));
     }
     assert!(prefetcher.next_batch().unwrap().is_none(), "the end stays the end");
     assert_eq!(prefetcher.totals().batches, batches.len() as u64);
@@ -126,12 +127,13 @@ fn depth_bounds_what_is_read_ahead() {
     let mut prefetcher =
         Prefetcher::new(Arc::clone(&source) as Arc<dyn SampleSource>, options(2, (0, 1), 2, 3)).unwrap();
     prefetcher.next_batch().unwrap();
+    prefetcher.next_batch().unwrap();
     let started = Instant::now();
-    while source.reads.load(Ordering::Relaxed) < 2 + 2 * 3 && started.elapsed() < Duration::from_secs(20) {
+    while source.reads.load(Ordering::Relaxed) < 2 * 2 + 2 * 3 && started.elapsed() < Duration::from_secs(20) {
         std::thread::sleep(Duration::from_millis(1));
     }
     std::thread::sleep(Duration::from_millis(20));
-    assert_eq!(source.reads.load(Ordering::Relaxed), 2 + 2 * 3);
+    assert_eq!(source.reads.load(Ordering::Relaxed), 2 * 2 + 2 * 3);
 }
 
 #[test]
@@ -173,17 +175,108 @@ fn waiting_is_counted_and_split_over_calls() {
     assert_eq!(totals.wait, first.wait + second.wait);
 }
 
+fn address(batch: &Batch) -> *const i64 {
+    let Tokens::I64(tokens) = batch.tokens.tokens() else { panic!("int64 was asked for") };
+    tokens.as_ptr()
+}
+
 #[test]
 fn buffers_go_around() {
     let mut prefetcher = Prefetcher::new(Arc::new(source(200)), options(1, (0, 1), 0, 1)).unwrap();
     let first = prefetcher.next_batch().unwrap().unwrap();
-    let address = first.tokens.as_slice().as_ptr();
+    let place = address(&first);
     let second = prefetcher.next_batch().unwrap().unwrap();
-    assert_ne!(second.tokens.as_slice().as_ptr(), address, "a batch that is held keeps its buffer");
-    assert_eq!(first.tokens.as_slice(), [0, 1, 2]);
+    assert_ne!(address(&second), place, "a batch that is held keeps its buffer");
+    assert_eq!(first.tokens.tokens().to_i64(), [0, 1, 2]);
     drop(first);
     let third = prefetcher.next_batch().unwrap().unwrap();
-    assert_eq!((third.tokens.as_slice().as_ptr(), third.tokens.as_slice()), (address, &[2, 3, 4][..]));
+    assert_eq!((address(&third), third.tokens.tokens().to_i64()), (place, vec![2, 3, 4]));
+}
+
+#[test]
+fn tokens_come_in_the_type_asked_for_or_not_at_all() {
+    for dtype in [TokenDtype::U16, TokenDtype::I32, TokenDtype::I64] {
+        let mut prefetcher =
+            Prefetcher::new(Arc::new(source(4)), PrefetchOptions { dtype, ..options(2, (0, 1), 1, 2) }).unwrap();
+        let batch = prefetcher.next_batch().unwrap().unwrap();
+        assert_eq!((batch.tokens.tokens().dtype(), batch.tokens.tokens().to_i64()), (dtype, vec![0, 1, 2, 1, 2, 3]));
+        assert_eq!(prefetcher.totals().token_bytes, 6 * dtype.size_bytes() as u64);
+    }
+    let narrow = PrefetchOptions { dtype: TokenDtype::U16, ..options(1, (0, 1), 1, 2) };
+    let plan = PlanConfig { consumed_samples: 65_534, ..narrow.plan };
+    let mut prefetcher = Prefetcher::new(Arc::new(source(70_000)), PrefetchOptions { plan, ..narrow }).unwrap();
+    let message = prefetcher.next_batch().unwrap_err().to_string();
+    assert!(message.contains("token 65536, which uint16 cannot hold"), "{message}");
+    let float = PrefetchOptions { dtype: TokenDtype::I8, ..narrow };
+    assert!(Prefetcher::new(Arc::new(source(1)), float).is_err());
+}
+
+/// Makes its samples when asked a second time, and tells its end only then.
+struct Stream {
+    asked: Mutex<HashSet<u64>>,
+    announced: Mutex<Vec<u64>>,
+    received: AtomicU64,
+    len: u64,
+}
+
+impl SampleSource for Stream {
+    fn num_samples(&self) -> u64 {
+        UNKNOWN_LEN
+    }
+
+    fn sample_len(&self) -> usize {
+        1
+    }
+
+    fn read_sample(&self, index: u64, out: &mut [i64]) -> Result<(), SampleError> {
+        assert!(self.announced.lock().unwrap().contains(&index), "announced before it is read");
+        if self.asked.lock().unwrap().insert(index) {
+            return Err(SampleError::NotReady { index });
+        }
+        out.fill(index as i64);
+        Ok(())
+    }
+
+    fn has_sample(&self, index: u64) -> Result<bool, SampleError> {
+        Ok(index < self.len)
+    }
+
+    fn announce(&self, index: u64) {
+        self.announced.lock().unwrap().push(index);
+    }
+
+    fn received(&self, count: u64) {
+        self.received.store(count, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn a_stream_is_asked_again_and_ends_for_all_ranks_at_the_same_batch() {
+    for (num_threads, depth) in [(0, 1), (1, 2), (3, 5)] {
+        for rank in 0..2 {
+            let stream = Arc::new(Stream {
+                asked: Mutex::default(),
+                announced: Mutex::default(),
+                received: AtomicU64::new(0),
+                len: 23,
+            });
+            let source = Arc::clone(&stream) as Arc<dyn SampleSource>;
+            let mut prefetcher = Prefetcher::new(source, options(3, (rank, 2), num_threads, depth)).unwrap();
+            let mut samples = Vec::new();
+            while let Some(batch) = prefetcher.next_batch().unwrap() {
+                assert_eq!(batch.tokens.tokens().to_i64(), batch.sample_ids);
+                samples.extend(batch.sample_ids);
+                assert_eq!(stream.received.load(Ordering::Relaxed), 6 * prefetcher.totals().batches);
+            }
+            // 23 samples fill three batches of 2 x 3; rank 0 of the fourth would have its three, rank 1 only two.
+            let first = 3 * rank as i64;
+            let expected: Vec<i64> = [0, 6, 12].iter().flat_map(|&at| at + first..at + first + 3).collect();
+            assert_eq!(samples, expected, "{num_threads} threads");
+            assert!(prefetcher.next_batch().unwrap().is_none());
+            let announced = stream.announced.lock().unwrap();
+            assert!(announced.is_sorted(), "{announced:?}");
+        }
+    }
 }
 
 #[test]

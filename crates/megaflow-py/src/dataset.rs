@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use megaflow_core::{Piece, SampleError, SampleLayout, SampleSource};
 use megaflow_sample::{
-    BuildError, CacheOutcome, CachePlace, Column, GptConfig, GptDataset, IndexConfig, Item, SampleIndex, ShuffleIndex,
-    SplitMatrix, SplitName,
+    BuildError, CacheOutcome, CachePlace, Column, CyclicSource, GptConfig, GptDataset, IndexConfig, Item, SampleIndex,
+    ShuffleIndex, SplitMatrix, SplitName,
 };
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 
 use crate::errors::{IntoPyErr, error};
-use crate::gil::WithoutGil;
+use crate::gil::{DropDetached, WithoutGil};
 use crate::indexed::PyIndexedDataset;
 use crate::views::ArrayView;
 
@@ -39,34 +39,72 @@ impl IntoPyErr for SampleError {
 /// Any source of samples, as the loader takes it.
 #[pyclass(frozen, name = "SampleSource", module = "megaflow._core")]
 pub(crate) struct PySampleSource {
-    pub(crate) inner: Arc<dyn SampleSource>,
+    inner: DropDetached<Arc<dyn SampleSource>>,
+}
+
+impl PySampleSource {
+    pub(crate) fn new(inner: Arc<dyn SampleSource>) -> Self {
+        Self { inner: DropDetached::new(inner) }
+    }
+
+    pub(crate) fn source(&self) -> &Arc<dyn SampleSource> {
+        self.inner.get()
+    }
 }
 
 #[pymethods]
 impl PySampleSource {
     #[getter]
     fn num_samples(&self) -> u64 {
-        self.inner.num_samples()
+        self.source().num_samples()
     }
 
     #[getter]
     fn sample_len(&self) -> usize {
-        self.inner.sample_len()
+        self.source().sample_len()
     }
 
     /// Tokens of one sample, in an array of its own.
     fn read<'py>(&self, py: Python<'py>, index: u64) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let mut tokens = vec![0; self.inner.sample_len()];
-        py.without_gil(|| self.inner.read_sample(index, &mut tokens))?;
+        let mut tokens = vec![0; self.source().sample_len()];
+        py.without_gil(|| self.source().read_sample(index, &mut tokens))?;
         Ok(tokens.into_pyarray(py))
     }
 
     /// What a sample is made of: pieces (dataset, sequence, first token in it, tokens), and where they start in it.
     fn layout(&self, py: Python<'_>, index: u64) -> PyResult<(Vec<PyPiece>, Vec<u32>)> {
         let mut layout = SampleLayout::default();
-        py.without_gil(|| self.inner.layout(index, &mut layout))?;
+        py.without_gil(|| self.source().layout(index, &mut layout))?;
         let piece = |piece: Piece| (piece.dataset, piece.sequence, piece.offset, piece.length);
         Ok((layout.pieces.into_iter().map(piece).collect(), layout.starts))
+    }
+}
+
+/// (dataset, sequence, first token in it, tokens)
+type PyPiece = (u32, u64, u64, u64);
+
+/// The samples of another source, again and again, each epoch in an order of its own.
+#[pyclass(frozen, name = "Cyclic", module = "megaflow._core")]
+pub(crate) struct PyCyclic {
+    inner: Arc<CyclicSource>,
+}
+
+#[pymethods]
+impl PyCyclic {
+    #[new]
+    #[pyo3(signature = (source, *, seed))]
+    fn new(source: &PySampleSource, seed: u64) -> PyResult<Self> {
+        let cyclic = CyclicSource::new(Arc::clone(source.source()), seed).map_err(IntoPyErr::into_py_err)?;
+        Ok(Self { inner: Arc::new(cyclic) })
+    }
+
+    fn source(&self) -> PySampleSource {
+        PySampleSource::new(Arc::clone(&self.inner) as Arc<dyn SampleSource>)
+    }
+
+    /// Samples of the source behind some positions in the endless order.
+    fn locate(&self, py: Python<'_>, positions: Vec<u64>) -> PyResult<Vec<u64>> {
+        py.without_gil(|| Ok::<_, PyErr>(positions.iter().map(|&at| self.inner.locate(at)).collect()))
     }
 }
 
@@ -112,7 +150,7 @@ impl PyGptDataset {
 
     /// The same samples as the loader takes them.
     fn source(&self) -> PySampleSource {
-        PySampleSource { inner: Arc::clone(&self.inner) as Arc<dyn SampleSource> }
+        PySampleSource::new(Arc::clone(&self.inner) as Arc<dyn SampleSource>)
     }
 
     /// First sequence of the split, and the sequence behind its last.
@@ -241,6 +279,7 @@ fn split_sequences(split: &str, num_sequences: usize) -> PyResult<Vec<Option<(us
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PySampleSource>()?;
+    module.add_class::<PyCyclic>()?;
     module.add_class::<PyGptDataset>()?;
     module.add_function(wrap_pyfunction!(split_matrix, module)?)?;
     module.add_function(wrap_pyfunction!(split_sequences, module)?)

@@ -50,7 +50,7 @@ impl IntoPyErr for TokenizeError {
     }
 }
 
-fn source_class(error: &SourceError) -> &'static str {
+pub(crate) fn source_class(error: &SourceError) -> &'static str {
     match error {
         SourceError::Missing { .. } | SourceError::NothingFound { .. } => "MissingFileError",
         SourceError::Io { source, .. } => io_class(source),

@@ -24,3 +24,30 @@ impl WithoutGil for Python<'_> {
         result.map_err(IntoPyErr::into_py_err)
     }
 }
+
+/// Something whose end may wait for threads that need the GIL: it is dropped without it.
+pub(crate) struct DropDetached<T: Send>(Option<T>);
+
+impl<T: Send> DropDetached<T> {
+    pub(crate) fn new(inner: T) -> Self {
+        Self(Some(inner))
+    }
+
+    pub(crate) fn get(&self) -> &T {
+        self.0.as_ref().expect("taken only when it is dropped")
+    }
+
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.0.as_mut().expect("taken only when it is dropped")
+    }
+}
+
+impl<T: Send> Drop for DropDetached<T> {
+    fn drop(&mut self) {
+        let mut inner = self.0.take();
+        // While the interpreter ends there is no GIL to let go of, and the process takes the threads with it.
+        if Python::try_attach(|py| py.detach(|| drop(inner.take()))).is_none() {
+            std::mem::forget(inner);
+        }
+    }
+}

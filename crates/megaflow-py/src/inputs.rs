@@ -5,6 +5,7 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
+use arrow_array::RecordBatchReader;
 use arrow_array::ffi_stream::{ArrowArrayStreamReader, FFI_ArrowArrayStream};
 use megaflow_build::SplitSentences;
 use megaflow_source::{RandomAccess, Source};
@@ -25,6 +26,22 @@ pub(crate) fn source_of(kind: &str, name: &Path, object: Option<&Bound<'_, PyAny
         ("remote", Some(object)) => Ok(Source::remote(name_path, Arc::new(RemoteObject::new(object)?))),
         ("arrow", Some(object)) => Ok(Source::batches(name_path, Box::new(arrow_stream(object)?))),
         _ => Err(error("ConfigError", format!("{}: an input of unknown kind {kind:?}", name.display()))),
+    }
+}
+
+/// As [`source_of`], for a reader that comes back: a table is asked for its record batches anew each time.
+pub(crate) fn repeatable_source_of(kind: &str, name: &Path, object: Option<&Bound<'_, PyAny>>) -> PyResult<Source> {
+    match (kind, object) {
+        ("arrow", Some(object)) => {
+            let object = object.clone().unbind();
+            let open = move || {
+                Python::attach(|py| arrow_stream(object.bind(py)))
+                    .map(|reader| Box::new(reader) as Box<dyn RecordBatchReader + Send>)
+                    .map_err(|error: PyErr| io::Error::other(error.to_string()))
+            };
+            Ok(Source::table(name.to_owned(), Arc::new(open)))
+        }
+        _ => source_of(kind, name, object),
     }
 }
 

@@ -16,6 +16,7 @@ mod loader;
 mod pairs;
 mod preprocess;
 mod samples;
+mod stream;
 mod tokenizer;
 mod views;
 
@@ -29,5 +30,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     pairs::register(module)?;
     dataset::register(module)?;
     samples::register(module)?;
+    stream::register(module)?;
     loader::register(module)
 }

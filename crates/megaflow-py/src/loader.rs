@@ -3,13 +3,17 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use megaflow_prefetch::{Batch, BatchTokens, Next, PlanConfig, PrefetchError, PrefetchOptions, Prefetcher, Totals};
+use megaflow_core::TokenDtype;
+use megaflow_prefetch::{
+    Batch, BatchTokens, Next, PlanConfig, PrefetchError, PrefetchOptions, Prefetcher, Tokens, Totals,
+};
 use numpy::{IntoPyArray, PyArray1};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::dataset::PySampleSource;
 use crate::errors::{IntoPyErr, error};
+use crate::gil::DropDetached;
 use crate::views::array_interface;
 
 /// How long one wait may keep Ctrl-C from being seen.
@@ -28,25 +32,46 @@ impl IntoPyErr for PrefetchError {
     }
 }
 
-/// A batch in memory that numpy shows without a copy, `[samples, tokens]` int64, writable. Once the last array on it is
+/// A batch in memory that numpy shows without a copy, `[samples, tokens]`, writable. Once the last array on it is
 /// gone, the memory goes back to the loader.
 #[pyclass(frozen, module = "megaflow._core")]
 pub(crate) struct BatchBuffer {
     _tokens: BatchTokens,
     address: usize,
+    typestr: &'static str,
     shape: [usize; 2],
     sample_ids: Vec<i64>,
     wait_s: f64,
+    request_to_ready_s: f64,
+    queue_depth: usize,
+    cache_misses: u64,
+    disk_bytes: u64,
+    short_rows: Vec<(usize, usize)>,
 }
 
 impl BatchBuffer {
     fn new(mut batch: Batch) -> Self {
         let rows = batch.sample_ids.len();
-        let tokens = batch.tokens.as_mut_slice();
+        let tokens = batch.tokens.tokens_mut();
         let shape = [rows, tokens.len() / rows.max(1)];
-        let address = tokens.as_mut_ptr().expose_provenance();
-        let wait_s = batch.wait.as_secs_f64();
-        Self { _tokens: batch.tokens, address, shape, sample_ids: batch.sample_ids, wait_s }
+        let (typestr, address) = match tokens {
+            Tokens::U16(tokens) => ("<u2", tokens.as_mut_ptr().expose_provenance()),
+            Tokens::I32(tokens) => ("<i4", tokens.as_mut_ptr().expose_provenance()),
+            Tokens::I64(tokens) => ("<i8", tokens.as_mut_ptr().expose_provenance()),
+        };
+        Self {
+            _tokens: batch.tokens,
+            address,
+            typestr,
+            shape,
+            sample_ids: batch.sample_ids,
+            wait_s: batch.wait.as_secs_f64(),
+            request_to_ready_s: batch.request_to_ready.as_secs_f64(),
+            queue_depth: batch.queue_depth,
+            cache_misses: batch.cache_misses,
+            disk_bytes: batch.disk_bytes,
+            short_rows: batch.short_rows,
+        }
     }
 }
 
@@ -55,7 +80,7 @@ impl BatchBuffer {
     /// numpy's array interface, version 3.
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        array_interface(py, "<i8", &self.shape, self.address, false)
+        array_interface(py, self.typestr, &self.shape, self.address, false)
     }
 
     #[getter]
@@ -67,18 +92,51 @@ impl BatchBuffer {
     fn wait_s(&self) -> f64 {
         self.wait_s
     }
+
+    #[getter]
+    fn request_to_ready_s(&self) -> f64 {
+        self.request_to_ready_s
+    }
+
+    #[getter]
+    fn queue_depth(&self) -> usize {
+        self.queue_depth
+    }
+
+    #[getter]
+    fn cache_misses(&self) -> u64 {
+        self.cache_misses
+    }
+
+    #[getter]
+    fn disk_bytes(&self) -> u64 {
+        self.disk_bytes
+    }
+
+    /// Whether no row ends in padding.
+    #[getter]
+    fn is_full(&self) -> bool {
+        self.short_rows.is_empty()
+    }
+
+    /// Rows that end in padding, and their tokens before it.
+    #[getter]
+    fn short_rows(&self) -> Vec<(usize, usize)> {
+        self.short_rows.clone()
+    }
 }
 
 /// The batches of one rank, in order.
 #[pyclass(name = "Prefetcher", module = "megaflow._core")]
 pub(crate) struct PyPrefetcher {
-    inner: Prefetcher,
+    inner: DropDetached<Prefetcher>,
 }
 
 #[pymethods]
 impl PyPrefetcher {
     #[new]
-    #[pyo3(signature = (source, *, micro_batch_size, dp_rank, dp_size, num_threads, prefetch, consumed_samples))]
+    #[pyo3(signature = (source, *, micro_batch_size, dp_rank, dp_size, num_threads, prefetch, consumed_samples, dtype))]
+    #[expect(clippy::too_many_arguments, reason = "keywords, each named by the caller")]
     fn new(
         source: &PySampleSource,
         micro_batch_size: usize,
@@ -87,11 +145,16 @@ impl PyPrefetcher {
         num_threads: usize,
         prefetch: usize,
         consumed_samples: u64,
+        dtype: &str,
     ) -> PyResult<Self> {
         let plan = PlanConfig { micro_batch_size, dp_rank, dp_size, consumed_samples };
-        let options = PrefetchOptions { plan, num_threads, depth: prefetch };
-        let inner = Prefetcher::new(Arc::clone(&source.inner), options).map_err(IntoPyErr::into_py_err)?;
-        Ok(Self { inner })
+        let types = [TokenDtype::U16, TokenDtype::I32, TokenDtype::I64];
+        let dtype = types.into_iter().find(|known| known.name() == dtype).ok_or_else(|| {
+            error("ConfigError", format!("dtype = {dtype:?}: expected \"uint16\", \"int32\" or \"int64\""))
+        })?;
+        let options = PrefetchOptions { plan, num_threads, depth: prefetch, dtype };
+        let inner = Prefetcher::new(Arc::clone(source.source()), options).map_err(IntoPyErr::into_py_err)?;
+        Ok(Self { inner: DropDetached::new(inner) })
     }
 
     /// The next batch, or None behind the last.
@@ -99,7 +162,7 @@ impl PyPrefetcher {
         // A batch that is ready costs no switch of threads.
         let mut patience = Duration::ZERO;
         loop {
-            let inner = &mut self.inner;
+            let inner = self.inner.get_mut();
             let next = if patience.is_zero() {
                 inner.next_within(patience)
             } else {
@@ -118,19 +181,30 @@ impl PyPrefetcher {
 
     #[getter]
     fn num_batches(&self) -> u64 {
-        self.inner.plan().num_batches()
+        self.inner.get().plan().num_batches()
     }
 
     /// Samples that all ranks together have consumed once each has received as many batches as this one.
     #[getter]
     fn consumed_samples(&self) -> u64 {
-        self.inner.plan().consumed_samples(self.inner.totals().batches)
+        self.inner.get().plan().consumed_samples(self.inner.get().totals().batches)
     }
 
     /// Sums over the batches received.
     fn totals<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let Totals { batches, samples, ready_when_asked, queue_depth, wait, gather, request_to_ready } =
-            self.inner.totals();
+        let Totals {
+            batches,
+            samples,
+            ready_when_asked,
+            queue_depth,
+            wait,
+            gather,
+            request_to_ready,
+            max_wait,
+            token_bytes,
+            cache_misses,
+            disk_bytes,
+        } = self.inner.get().totals();
         let totals = PyDict::new(py);
         totals.set_item("batches", batches)?;
         totals.set_item("samples", samples)?;
@@ -139,6 +213,10 @@ impl PyPrefetcher {
         totals.set_item("host_wait_s", wait.as_secs_f64())?;
         totals.set_item("gather_s", gather.as_secs_f64())?;
         totals.set_item("request_to_ready_s", request_to_ready.as_secs_f64())?;
+        totals.set_item("max_wait_s", max_wait.as_secs_f64())?;
+        totals.set_item("token_bytes", token_bytes)?;
+        totals.set_item("cache_misses", cache_misses)?;
+        totals.set_item("disk_bytes", disk_bytes)?;
         Ok(totals)
     }
 }

@@ -26,7 +26,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 /// Kind, name, object (for kinds `remote` and `arrow`), begin and end of an input.
-type InputArgument<'py> = (String, PathBuf, Option<Bound<'py, PyAny>>, Option<(u64, u64)>);
+pub(crate) type InputArgument<'py> = (String, PathBuf, Option<Bound<'py, PyAny>>, Option<(u64, u64)>);
 
 /// Inputs of one shard: index of the input, begin and end or None for the whole.
 type ShardInputs = Vec<(usize, Option<(u64, u64)>)>;
@@ -83,7 +83,7 @@ fn plan_shards<'py>(
     Ok(shards.iter().map(|shard| shard.iter().map(place).collect()).collect())
 }
 
-fn format_of(name: &str) -> PyResult<Option<Format>> {
+pub(crate) fn format_of(name: &str) -> PyResult<Option<Format>> {
     match Format::from_name(name) {
         None if name != "auto" => Err(error(
             "ConfigError",

@@ -61,7 +61,7 @@ impl PyInstantDataset {
     }
 
     fn source(&self) -> PySampleSource {
-        PySampleSource { inner: Arc::clone(&self.inner) as Arc<dyn SampleSource> }
+        PySampleSource::new(Arc::clone(&self.inner) as Arc<dyn SampleSource>)
     }
 
     #[getter]
@@ -116,7 +116,7 @@ impl PyBestFitDataset {
     }
 
     fn source(&self) -> PySampleSource {
-        PySampleSource { inner: Arc::clone(&self.inner) as Arc<dyn SampleSource> }
+        PySampleSource::new(Arc::clone(&self.inner) as Arc<dyn SampleSource>)
     }
 
     #[getter]
@@ -170,7 +170,7 @@ impl PyMockDataset {
     }
 
     fn source(&self) -> PySampleSource {
-        PySampleSource { inner: Arc::clone(&self.inner) as Arc<dyn SampleSource> }
+        PySampleSource::new(Arc::clone(&self.inner) as Arc<dyn SampleSource>)
     }
 
     #[getter]
@@ -215,7 +215,7 @@ impl PyBlend {
 }
 
 fn inner_sources(sources: Vec<PyRef<'_, PySampleSource>>) -> Vec<Arc<dyn SampleSource>> {
-    sources.iter().map(|source| Arc::clone(&source.inner)).collect()
+    sources.iter().map(|source| Arc::clone(source.source())).collect()
 }
 
 #[pymethods]
@@ -277,7 +277,7 @@ impl PyBlend {
     }
 
     fn source(&self) -> PySampleSource {
-        PySampleSource { inner: Arc::clone(&self.inner) as Arc<dyn SampleSource> }
+        PySampleSource::new(Arc::clone(&self.inner) as Arc<dyn SampleSource>)
     }
 
     #[getter]
@@ -377,8 +377,8 @@ fn fill_in_middle(
     let codec = tokenizer.map(|tokenizer| {
         Arc::new(TokenizerCodec { tokenizer, encoders: Mutex::new(Vec::new()) }) as Arc<dyn TextCodec>
     });
-    let reordered = FimSource::new(Arc::clone(&source.inner), config, codec).map_err(IntoPyErr::into_py_err)?;
-    Ok(PySampleSource { inner: Arc::new(reordered) })
+    let reordered = FimSource::new(Arc::clone(source.source()), config, codec).map_err(IntoPyErr::into_py_err)?;
+    Ok(PySampleSource::new(Arc::new(reordered)))
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

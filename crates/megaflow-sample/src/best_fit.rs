@@ -8,7 +8,7 @@ use megaflow_indexed::IndexedDataset;
 
 use crate::capacity::CapacitySet;
 use crate::error::BuildError;
-use crate::gather::{Gather, add_piece, damaged, mark_padding};
+use crate::gather::{Gather, add_piece, damaged, fetch, mark_padding, watched};
 use crate::index::SequenceLengths;
 use crate::split::{SplitMatrix, SplitName};
 
@@ -152,29 +152,45 @@ impl SampleSource for BestFitDataset {
     }
 
     fn read_into(&self, index: u64, out: TokensMut<'_>) -> Result<(), SampleError> {
-        let mut gather = Gather::new(index, self.indexed.dtype(), out);
-        self.for_each_piece(index, |piece| gather.push_piece(&self.indexed, piece))?;
-        gather.finish(self.pad_id)
+        self.read_counted(index, out).map(|_| ())
+    }
+
+    fn read_counted(&self, index: u64, out: TokensMut<'_>) -> Result<usize, SampleError> {
+        watched(&self.indexed, index, || {
+            let mut gather = Gather::new(index, self.indexed.dtype(), out);
+            self.for_each_piece(index, |piece| gather.push_piece(&self.indexed, piece))?;
+            gather.finish(self.pad_id)
+        })
     }
 
     fn sample_tokens(&self, index: u64) -> Result<usize, SampleError> {
-        let mut tokens = 0;
-        self.for_each_piece(index, |piece| {
-            tokens += piece.length as usize;
-            Ok(())
-        })?;
-        Ok(tokens)
+        watched(&self.indexed, index, || {
+            let mut tokens = 0;
+            self.for_each_piece(index, |piece| {
+                tokens += piece.length as usize;
+                Ok(())
+            })?;
+            Ok(tokens)
+        })
     }
 
     fn layout(&self, index: u64, layout: &mut SampleLayout) -> Result<(), SampleError> {
-        layout.clear();
-        let mut begin = 0;
-        self.for_each_piece(index, |piece| {
-            add_piece(layout, &mut begin, piece);
+        watched(&self.indexed, index, || {
+            layout.clear();
+            let mut begin = 0;
+            self.for_each_piece(index, |piece| {
+                add_piece(layout, &mut begin, piece);
+                Ok(())
+            })?;
+            mark_padding(layout, begin, self.sample_len());
             Ok(())
-        })?;
-        mark_padding(layout, begin, self.sample_len());
-        Ok(())
+        })
+    }
+
+    fn read_ahead(&self, index: u64) {
+        // What cannot be read is told when it is read.
+        let _ =
+            watched(&self.indexed, index, || self.for_each_piece(index, |piece| fetch(&self.indexed, index, piece)));
     }
 }
 

@@ -152,6 +152,16 @@ impl SampleSource for Blend {
         self.read(index, |dataset, sample| dataset.read_into(sample, out))
     }
 
+    fn read_counted(&self, index: u64, out: TokensMut<'_>) -> Result<usize, SampleError> {
+        self.read(index, |dataset, sample| dataset.read_counted(sample, out))
+    }
+
+    fn read_ahead(&self, index: u64) {
+        if let Some(place) = self.order.locate(index) {
+            self.datasets[place.dataset].read_ahead(place.sample);
+        }
+    }
+
     fn sample_tokens(&self, index: u64) -> Result<usize, SampleError> {
         self.read(index, |dataset, sample| dataset.sample_tokens(sample))
     }

@@ -153,10 +153,19 @@ impl SampleSource for FimSource {
         self.read_into(index, TokensMut::I64(out))
     }
 
-    fn read_into(&self, index: u64, mut out: TokensMut<'_>) -> Result<(), SampleError> {
+    fn read_into(&self, index: u64, out: TokensMut<'_>) -> Result<(), SampleError> {
+        self.read_counted(index, out).map(|_| ())
+    }
+
+    fn read_counted(&self, index: u64, mut out: TokensMut<'_>) -> Result<usize, SampleError> {
         let (tokens, _) = self.reorder(index)?;
         out.pad(self.config.pad_id);
-        out.write_i64(index, &tokens)
+        out.write_i64(index, &tokens)?;
+        Ok(tokens.len())
+    }
+
+    fn read_ahead(&self, index: u64) {
+        self.inner.read_ahead(index);
     }
 
     fn sample_tokens(&self, index: u64) -> Result<usize, SampleError> {

@@ -29,6 +29,11 @@ impl FlatTokens {
         Ok(Self { indexed, sequences, tokens })
     }
 
+    /// Asks the system to fetch tokens, without waiting for them.
+    pub(crate) fn fetch(&self, begin: u64, count: u64) {
+        self.indexed.fetch_bytes(self.run(begin, count));
+    }
+
     pub(crate) fn indexed(&self) -> &Arc<IndexedDataset> {
         &self.indexed
     }
@@ -80,6 +85,46 @@ impl FlatTokens {
             if count > 0 && begin != self.len() {
                 return Err(self.gap(index, sequence.saturating_sub(1)));
             }
+            begin = 0;
+        }
+        Ok(())
+    }
+
+    /// Calls `visit` with the parts of sequences that make the `count` tokens from `begin` on: begin in the turn, tokens,
+    /// and whether the sequence goes on behind the last of these tokens. Reads the offsets alone, one after the other.
+    pub(crate) fn parts(
+        &self,
+        index: u64,
+        mut begin: u64,
+        mut count: u64,
+        mut visit: impl FnMut(u64, u64, bool),
+    ) -> Result<(), SampleError> {
+        let offsets = self.indexed.offset_bytes();
+        let shift = self.indexed.dtype().size_bytes().trailing_zeros();
+        while count > 0 {
+            let mut sequence = self.sequence_at(index, begin)?;
+            let end = begin.saturating_add(count).min(self.len());
+            let mut from = begin;
+            while from < end {
+                sequence += 1;
+                let next = if sequence < self.sequences.end {
+                    let mut bytes = [0; 8];
+                    bytes.copy_from_slice(&offsets[8 * sequence..8 * sequence + 8]);
+                    (u64::from_le_bytes(bytes) >> shift).wrapping_sub(self.tokens.start)
+                } else {
+                    self.len()
+                };
+                // A damaged offset lies before, or so far behind that it is cut to the end: no token outside is read.
+                if next < from {
+                    return Err(self.gap(index, sequence));
+                }
+                let to = next.min(end);
+                if to > from {
+                    visit(from, to - from, next > end);
+                }
+                from = to;
+            }
+            count -= end - begin;
             begin = 0;
         }
         Ok(())

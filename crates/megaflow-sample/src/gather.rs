@@ -11,6 +11,7 @@ const CACHE_LINE_BYTES: usize = 64;
 pub(crate) struct Gather<'a, 'o> {
     index: u64,
     dtype: TokenDtype,
+    room: usize,
     rest: TokensMut<'o>,
     ahead: [&'a [u8]; PIECES_AHEAD],
     count: usize,
@@ -18,7 +19,7 @@ pub(crate) struct Gather<'a, 'o> {
 
 impl<'a, 'o> Gather<'a, 'o> {
     pub(crate) fn new(index: u64, dtype: TokenDtype, out: TokensMut<'o>) -> Self {
-        Self { index, dtype, rest: out, ahead: [&[]; PIECES_AHEAD], count: 0 }
+        Self { index, dtype, room: out.len(), rest: out, ahead: [&[]; PIECES_AHEAD], count: 0 }
     }
 
     /// Adds the tokens that lie in `bytes`.
@@ -53,11 +54,12 @@ impl<'a, 'o> Gather<'a, 'o> {
         Ok(())
     }
 
-    /// Copies what is left and fills up with padding.
-    pub(crate) fn finish(mut self, pad_id: i64) -> Result<(), SampleError> {
+    /// Copies what is left and fills up with padding; returns the tokens before it.
+    pub(crate) fn finish(mut self, pad_id: i64) -> Result<usize, SampleError> {
         self.copy()?;
+        let tokens = self.room - self.rest.len();
         self.rest.pad(pad_id);
-        Ok(())
+        Ok(tokens)
     }
 }
 
@@ -80,4 +82,20 @@ pub(crate) fn mark_padding(layout: &mut SampleLayout, begin: u64, sample_len: us
     if begin < sample_len as u64 {
         layout.starts.push(begin as u32);
     }
+}
+
+/// Runs a read of the samples of a pair; a file that was cut short under it is an error of sample `index`.
+#[inline]
+pub(crate) fn watched<T>(
+    indexed: &IndexedDataset,
+    index: u64,
+    read: impl FnOnce() -> Result<T, SampleError>,
+) -> Result<T, SampleError> {
+    indexed.watched(read).map_err(|error| damaged(index, error))?
+}
+
+/// Asks the system to fetch a piece, without waiting for it.
+pub(crate) fn fetch(indexed: &IndexedDataset, index: u64, piece: Piece) -> Result<(), SampleError> {
+    let (begin, end) = (piece.offset as usize, (piece.offset + piece.length) as usize);
+    indexed.fetch_tokens(piece.sequence as usize, begin..end).map_err(|error| damaged(index, error))
 }

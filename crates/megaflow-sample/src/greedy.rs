@@ -41,6 +41,9 @@ impl GreedyIndex {
     /// As [`weighted`](Self::weighted).
     pub fn exhaustive(sizes: &[u64]) -> Result<Self, BuildError> {
         let weights: Vec<f64> = sizes.iter().map(|&size| size as f64).collect();
+        if !sizes.is_empty() && sizes.iter().all(|&size| size == 0) {
+            return Ok(Greedy::new(&weights, 0)?.into_index());
+        }
         check_weights(&weights)?;
         let total = sizes.iter().try_fold(0u64, |total, &size| total.checked_add(size));
         let total = total.ok_or(BuildError::TooManySamples { num_samples: u64::MAX })?;
@@ -229,6 +232,7 @@ mod tests {
 
     #[test]
     fn exhaustive_blend_delivers_every_sample_once() {
+        assert!(GreedyIndex::exhaustive(&[0, 0]).unwrap().is_empty());
         let sizes = [0, 7, 100, 1, 33];
         let index = GreedyIndex::exhaustive(&sizes).unwrap();
         assert_eq!(index.len() as u64, sizes.iter().sum::<u64>());

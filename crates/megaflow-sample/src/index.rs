@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use megaflow_core::mix;
 use megaflow_indexed::IndexedDataset;
 
 use crate::cache::{CacheOutcome, CachePlace, CacheWriter, Cached};
@@ -173,9 +174,12 @@ impl GptIndex {
         num_threads: usize,
         cache: Option<&CachePlace>,
     ) -> Result<(Self, Option<CacheOutcome>), BuildError> {
-        let plan = Plan::new(lengths, sequences, config)?;
+        let plan = Plan::new(lengths, sequences.clone(), config)?;
         let build = || plan.build(lengths, config.seed, num_threads);
         let Some(place) = cache else { return Ok((build()?, None)) };
+        // Megatron's description names the pair and not its content; the index depends on the lengths and nothing else.
+        let content = format!("{}lengths {:016x}\n", place.content, hash_lengths(lengths, sequences));
+        let place = &CachePlace { content, ..place.clone() };
         let (index, outcome) =
             place.open_or_build(&|| plan.open(place), &|index| plan.compare(lengths, index), &build)?;
         Ok((index, Some(outcome)))
@@ -495,6 +499,15 @@ impl Plan {
     }
 }
 
+/// A hash of the lengths and their order.
+fn hash_lengths<L: SequenceLengths + ?Sized>(lengths: &L, sequences: Range<usize>) -> u64 {
+    let mut hash = mix(sequences.start as u64) ^ sequences.len() as u64;
+    for sequence in sequences {
+        hash = (hash.rotate_left(23) ^ u64::from(lengths.length(sequence) as u32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+    mix(hash)
+}
+
 fn count_tokens<L: SequenceLengths + ?Sized>(lengths: &L, sequences: Range<usize>) -> Result<u64, BuildError> {
     let mut tokens = 0;
     for sequence in sequences {
@@ -605,6 +618,29 @@ mod tests {
             let (two, _) = GptIndex::build_with(&lengths[..], 0..5000, &config, 2, None).unwrap();
             assert!(one == two, "{num_samples:?}");
         }
+    }
+
+    #[test]
+    fn rows_of_64_bits_equal_those_of_32() {
+        let lengths: Vec<i32> = (0..700).map(|number| number * 31 % 97).collect();
+        let config = IndexConfig { num_samples: Some(9000), ..CONFIG };
+        let plan = Plan::new(&lengths[..], 0..700, &config).unwrap();
+        let documents = plan.document_index(&mut Mt19937::new(1)).unwrap();
+        let narrow = plan.sample_index(&lengths[..], &documents, |value| value as i32).unwrap();
+        let wide = plan.sample_index(&lengths[..], &documents, |value| value).unwrap();
+        assert!(wide.into_iter().eq(narrow.into_iter().map(i64::from)));
+    }
+
+    #[test]
+    fn positions_above_31_bits_are_stored_in_64() {
+        // 2^31 - 1 and 2^31 positions in the document index: one token a sequence, one sequence repeated.
+        for (num_samples, is_narrow) in [(i32::MAX as u64, true), (1 << 31, false)] {
+            let config = IndexConfig { seq_len: 1, num_samples: Some(num_samples), add_extra_token: false, ..CONFIG };
+            let plan = Plan::new(&[1][..], 0..1, &config).unwrap();
+            assert_eq!((plan.num_documents(), plan.is_narrow()), (Some(num_samples), is_narrow));
+        }
+        let config = IndexConfig { seq_len: 1, num_samples: Some(u64::from(u32::MAX) - 1), ..CONFIG };
+        assert!(!Plan::new(&[1][..], 0..1, &config).unwrap().is_order_narrow());
     }
 
     /// Lengths of sequences that no machine holds.

@@ -8,12 +8,12 @@ use megaflow_indexed::IndexedDataset;
 
 use crate::error::BuildError;
 use crate::flat::FlatTokens;
-use crate::gather::{Gather, add_piece, mark_padding};
+use crate::gather::{Gather, add_piece, mark_padding, watched};
 use crate::split::{SplitMatrix, SplitName};
-use crate::window::shuffled_parts;
+use crate::window::Window;
 
 /// Sequences that a window of the document shuffle holds on average.
-const WINDOW_SEQUENCES: u64 = 512;
+const WINDOW_SEQUENCES: u64 = 256;
 /// Samples of a window, at least and at most.
 const WINDOW_SAMPLES: Range<u64> = 8..4096;
 
@@ -22,7 +22,7 @@ const WINDOW_SAMPLES: Range<u64> = 8..4096;
 pub enum Shuffle {
     /// Samples: documents that lie side by side in the file share a sample.
     Samples,
-    /// Documents too: those of a window (some 512 of them) are shuffled before they are cut into samples.
+    /// Documents too: those of a window (some 256 of them) are shuffled before they are cut into samples.
     Documents,
 }
 
@@ -215,11 +215,11 @@ impl InstantDataset {
         let whole = (behind - first) * self.seq_len;
         let tokens = if self.is_single { whole.min(self.flat.len() - begin) } else { whole };
         let key = mix(self.seed ^ mix(cut.epoch) ^ mix(!first));
-        let parts = shuffled_parts(&self.flat, index, begin..begin + tokens, key)?;
+        let mut parts = Window::new(&self.flat, index, begin..begin + tokens, key)?;
         let mut skip = (cut.number - first) * self.seq_len;
         // The partial sample at the end of a single epoch has no token behind it.
         let mut missing = if tokens == whole { self.seq_len + self.extra } else { self.tokens_from(begin + skip) };
-        for part in &parts {
+        while let Some(part) = parts.draw() {
             let taken = part.tokens.saturating_sub(skip).min(missing);
             if taken > 0 {
                 visit(part.begin + skip, taken)?;
@@ -231,7 +231,7 @@ impl InstantDataset {
             }
         }
         // The extra token of a window's last sample: where a document was cut its next token, else the window's first.
-        match (parts.first(), parts.last()) {
+        match (parts.drawn().first(), parts.drawn().last()) {
             (_, Some(last)) if last.is_cut => visit(last.begin + last.tokens, missing),
             (Some(first), _) => visit(first.begin, missing),
             _ => Ok(()),
@@ -253,35 +253,58 @@ impl SampleSource for InstantDataset {
     }
 
     fn read_into(&self, index: u64, out: TokensMut<'_>) -> Result<(), SampleError> {
-        let mut gather = Gather::new(index, self.flat.indexed().dtype(), out);
-        self.for_each_run(index, |mut begin, mut count| {
-            while count > 0 {
-                let taken = count.min(self.flat.len() - begin);
-                gather.push(self.flat.run(begin, taken))?;
-                count -= taken;
-                begin = 0;
-            }
-            Ok(())
-        })?;
-        gather.finish(self.pad_id)
+        self.read_counted(index, out).map(|_| ())
+    }
+
+    fn read_counted(&self, index: u64, out: TokensMut<'_>) -> Result<usize, SampleError> {
+        watched(self.flat.indexed(), index, || {
+            let mut gather = Gather::new(index, self.flat.indexed().dtype(), out);
+            self.for_each_run(index, |mut begin, mut count| {
+                while count > 0 {
+                    let taken = count.min(self.flat.len() - begin);
+                    gather.push(self.flat.run(begin, taken))?;
+                    count -= taken;
+                    begin = 0;
+                }
+                Ok(())
+            })?;
+            gather.finish(self.pad_id)
+        })
     }
 
     fn sample_tokens(&self, index: u64) -> Result<usize, SampleError> {
-        let mut tokens = 0;
-        self.for_each_run(index, |_, count| {
-            tokens += count as usize;
-            Ok(())
-        })?;
-        Ok(tokens)
+        if !self.is_single {
+            return Ok(self.sample_len());
+        }
+        watched(self.flat.indexed(), index, || {
+            let mut tokens = 0;
+            self.for_each_run(index, |_, count| {
+                tokens += count as usize;
+                Ok(())
+            })?;
+            Ok(tokens)
+        })
     }
 
     fn layout(&self, index: u64, layout: &mut SampleLayout) -> Result<(), SampleError> {
-        layout.clear();
-        let mut length = 0;
-        self.for_each_run(index, |begin, count| {
-            self.flat.pieces(index, begin, count, |piece: Piece| add_piece(layout, &mut length, piece))
-        })?;
-        mark_padding(layout, length, self.sample_len());
-        Ok(())
+        watched(self.flat.indexed(), index, || {
+            layout.clear();
+            let mut length = 0;
+            self.for_each_run(index, |begin, count| {
+                self.flat.pieces(index, begin, count, |piece: Piece| add_piece(layout, &mut length, piece))
+            })?;
+            mark_padding(layout, length, self.sample_len());
+            Ok(())
+        })
+    }
+
+    fn read_ahead(&self, index: u64) {
+        // What cannot be read is told when it is read.
+        let _ = watched(self.flat.indexed(), index, || {
+            self.for_each_run(index, |begin, count| {
+                self.flat.fetch(begin, count.min(self.flat.len() - begin));
+                Ok(())
+            })
+        });
     }
 }

@@ -17,37 +17,41 @@ pub(crate) struct WindowPart {
     pub(crate) is_cut: bool,
 }
 
-/// The parts of sequences in the tokens `window` (which may reach across the end of the turn), shuffled by `key`.
-pub(crate) fn shuffled_parts(
-    flat: &FlatTokens,
-    index: u64,
-    window: Range<u64>,
-    key: u64,
-) -> Result<Vec<WindowPart>, SampleError> {
-    let mut parts = Vec::new();
-    let mut at = window.start;
-    flat.pieces(index, window.start, window.end - window.start, |piece| {
-        if piece.length > 0 {
-            let begin = at % flat.len();
-            at += piece.length;
-            parts.push(WindowPart { begin, tokens: piece.length, is_cut: false });
-        }
-    })?;
-    if let Some(last) = parts.last_mut() {
-        last.is_cut = last.begin + last.tokens < flat.len() && continues(flat, index, last)?;
-    }
-    let mut state = key;
-    for left in (1..parts.len()).rev() {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        // A product instead of a remainder: off by less than one part in 2^32 for so few parts.
-        let partner = (u128::from(mix(state)) * (left as u128 + 1)) >> 64;
-        parts.swap(left, partner as usize);
-    }
-    Ok(parts)
+/// The parts of sequences in a window, in an order that a key chooses. They are drawn one by one, so that a sample at the
+/// front of the window does not pay for all.
+pub(crate) struct Window {
+    parts: Vec<WindowPart>,
+    drawn: usize,
+    state: u64,
 }
 
-/// Whether the token behind a part belongs to the same sequence.
-fn continues(flat: &FlatTokens, index: u64, part: &WindowPart) -> Result<bool, SampleError> {
-    let last = part.begin + part.tokens - 1;
-    Ok(flat.sequence_at(index, last)? == flat.sequence_at(index, last + 1)?)
+impl Window {
+    /// The parts in `tokens`, which may reach across the end of the turn.
+    pub(crate) fn new(flat: &FlatTokens, index: u64, tokens: Range<u64>, key: u64) -> Result<Self, SampleError> {
+        let mut parts = Vec::with_capacity(512);
+        flat.parts(index, tokens.start, tokens.end - tokens.start, |begin, tokens, is_cut| {
+            parts.push(WindowPart { begin, tokens, is_cut });
+        })?;
+        Ok(Self { parts, drawn: 0, state: key })
+    }
+
+    /// The next part.
+    #[inline]
+    pub(crate) fn draw(&mut self) -> Option<WindowPart> {
+        let left = self.parts.len() - self.drawn;
+        if left == 0 {
+            return None;
+        }
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        // A product instead of a remainder: off by less than one part in 2^32 for so few parts.
+        let partner = (u128::from(mix(self.state)) * left as u128) >> 64;
+        self.parts.swap(self.drawn, self.drawn + partner as usize);
+        self.drawn += 1;
+        Some(self.parts[self.drawn - 1])
+    }
+
+    /// The parts drawn so far, in their order.
+    pub(crate) fn drawn(&self) -> &[WindowPart] {
+        &self.parts[..self.drawn]
+    }
 }

@@ -8,7 +8,9 @@ use std::sync::Arc;
 
 use megaflow_core::{Piece, SampleError, SampleLayout, SampleSource};
 use megaflow_indexed::IndexedDataset;
-use megaflow_sample::{BuildError, GptConfig, GptDataset, GptIndex, IndexConfig, SampleIndex, SplitMatrix, SplitName};
+use megaflow_sample::{
+    BuildError, Column, GptConfig, GptDataset, GptIndex, IndexConfig, SampleIndex, SplitMatrix, SplitName,
+};
 use pairs::write_pair;
 use proptest::prelude::*;
 

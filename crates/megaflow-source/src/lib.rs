@@ -26,4 +26,4 @@ pub use content::{Compression, Format};
 pub use discover::discover;
 pub use error::SourceError;
 pub use record::{Field, Outcome, ParseOptions, Reject, RejectReason, parse_block};
-pub use source::{Cut, ReadOptions, Resume, Source, SourceReader};
+pub use source::{Cut, OpenTable, ReadOptions, Resume, Source, SourceReader};

@@ -158,16 +158,13 @@ impl RowReader {
         reader: Box<dyn RecordBatchReader + Send>,
         keys: Keys,
         block_bytes: usize,
+        skip: u64,
     ) -> Result<Self, SourceError> {
         root_columns(&reader.schema(), &keys, &path)?;
-        Ok(Self::new(
-            path,
-            Format::ArrowStream,
-            keys,
-            block_bytes,
-            Box::new(reader),
-            Content::Known(ContentHash::default()),
-        ))
+        let content = Content::Known(ContentHash::default());
+        let mut rows = Self::new(path, Format::ArrowStream, keys, block_bytes, Box::new(reader), content);
+        rows.skip = skip;
+        Ok(rows)
     }
 
     fn new(path: PathBuf, format: Format, keys: Keys, block_bytes: usize, batches: Batches, content: Content) -> Self {

@@ -32,7 +32,11 @@ enum Kind {
     Stdin,
     Remote(Arc<dyn RandomAccess>),
     Batches(Arc<Mutex<Option<Box<dyn RecordBatchReader + Send>>>>),
+    Table(OpenTable),
 }
+
+/// Hands over the record batches of a table from their start, as often as it is called.
+pub type OpenTable = Arc<dyn Fn() -> io::Result<Box<dyn RecordBatchReader + Send>> + Send + Sync>;
 
 /// How an input is read.
 #[derive(Debug, Clone)]
@@ -75,6 +79,11 @@ impl Source {
         Self { name, kind: Kind::Batches(Arc::new(Mutex::new(Some(reader)))) }
     }
 
+    /// A table whose record batches can be had again and again.
+    pub fn table(name: PathBuf, open: OpenTable) -> Self {
+        Self { name, kind: Kind::Table(open) }
+    }
+
     /// The name under which it is reported.
     pub fn name(&self) -> &Path {
         &self.name
@@ -84,7 +93,7 @@ impl Source {
     pub fn is_repeatable(&self) -> bool {
         match &self.kind {
             Kind::File => std::fs::metadata(&self.name).is_ok_and(|metadata| metadata.is_file()),
-            Kind::Remote(_) => true,
+            Kind::Remote(_) | Kind::Table(_) => true,
             Kind::Stdin | Kind::Batches(_) => false,
         }
     }
@@ -104,7 +113,7 @@ impl Source {
                 Ok(metadata.is_file().then_some(metadata.len()))
             }
             Kind::Remote(access) => Ok(Some(access.size_bytes())),
-            Kind::Stdin | Kind::Batches(_) => Ok(None),
+            Kind::Stdin | Kind::Batches(_) | Kind::Table(_) => Ok(None),
         }
     }
 
@@ -155,6 +164,7 @@ impl Source {
             }
             Kind::Remote(access) => Ok(Opened::Access(Arc::clone(access))),
             Kind::Stdin => Ok(Opened::Stream(Box::new(io::stdin()))),
+            Kind::Table(open) => Ok(Opened::Batches(open().map_err(|source| self.io(0, source))?)),
             Kind::Batches(reader) => {
                 let taken = reader.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let used = || self.io(0, io::Error::other("these record batches were read before"));
@@ -323,7 +333,8 @@ impl SourceReader {
         let raw = match source.open_bytes()? {
             Opened::Batches(reader) => {
                 let keys = Arc::clone(&options.keys);
-                let rows = RowReader::batches(source.name.clone(), reader, keys, options.block_bytes)?;
+                let skip = resume.map_or(0, |resume| resume.position.record - 1);
+                let rows = RowReader::batches(source.name.clone(), reader, keys, options.block_bytes, skip)?;
                 return Ok(Self { inner: Inner::Rows(rows), format: Format::ArrowStream, warning: None });
             }
             Opened::Access(access) => Raw::of_access(access),

@@ -32,7 +32,10 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow inspec
     def command() -> None:
         parsed = _parser(prog).parse(arguments)
         _check(parsed)
-        if parsed.sample is not None:
+        if parsed.run is not None:
+            content = _show_iteration(parsed)
+            words = _iteration_words
+        elif parsed.sample is not None:
             options = {"num_samples": parsed.num_samples, "split": parsed.split, "split_name": parsed.split_name}
             content = show_sample(
                 parsed.prefix,
@@ -58,13 +61,16 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow inspec
 
 def _parser(prog: str) -> Any:
     parser = build_parser(prog, "Show what a pair holds, or one document, sequence or training sample of it.")
-    parser.add_argument("prefix", metavar="PREFIX", help="the pair, with or without _text_document")
+    parser.add_argument("prefix", nargs="?", metavar="PREFIX", help="the pair, with or without _text_document")
     group = parser.add_argument_group("one of")
     group.add_argument(
         "--document", type=int, metavar="N", help="a document, from 0: its ids, its text, its source line"
     )
     group.add_argument("--sequence", type=int, metavar="N", help="the same for a sequence")
     group.add_argument("--sample", type=int, metavar="N", help="a training sample, from 0; needs --seq-length")
+    group = parser.add_argument_group("or, without a prefix, the samples of a training")
+    group.add_argument("--run", metavar="DIR", help="run folder: its run.json says which data it was trained on")
+    group.add_argument("--iteration", type=int, metavar="N", help="iteration of the log, from 1")
     group = parser.add_argument_group("order of the samples, as in training")
     group.add_argument("--seq-length", type=int, metavar="T", help="tokens of a sample")
     group.add_argument("--num-samples", type=int, metavar="N", help="samples asked for (default: one epoch)")
@@ -77,6 +83,10 @@ def _parser(prog: str) -> Any:
 
 
 def _check(parsed: Any) -> None:
+    if (parsed.run is None) != (parsed.iteration is None):
+        raise ConfigError("--run and --iteration go together: the run folder, and an iteration of its log")
+    if (parsed.run is None) == (parsed.prefix is None):
+        raise ConfigError("give a PREFIX, or --run DIR with --iteration N")
     chosen = [name for name in ("document", "sequence", "sample") if getattr(parsed, name) is not None]
     if len(chosen) > 1:
         raise ConfigError(f"--{chosen[0]} and --{chosen[1]} exclude each other; give one of them")
@@ -84,6 +94,37 @@ def _check(parsed: Any) -> None:
         raise ConfigError("--sample needs --seq-length, the tokens of a sample")
     if parsed.sample is None and parsed.seq_length is not None:
         raise ConfigError("--seq-length means something for --sample only")
+
+
+def _show_iteration(parsed: Any) -> dict[str, Any]:
+    from megaflow.origin import find_iteration
+
+    found = find_iteration(parsed.run, parsed.iteration)
+    return {
+        "run": parsed.run,
+        "iteration": found.iteration,
+        "first_sample": found.first_sample,
+        "num_samples": found.num_samples,
+        "samples": [origin.as_dict() | {"places": _places(origin)} for origin in found.origins()],
+    }
+
+
+def _places(origin: Any) -> list[str | None]:
+    return [None if piece.origin is None else str(piece.origin) for piece in origin.pieces]
+
+
+def _iteration_words(content: dict[str, Any]) -> list[str]:
+    last = content["first_sample"] + content["num_samples"] - 1
+    place = f"samples {content['first_sample']:,} to {last:,} ({plural(content['num_samples'], 'sample')})"
+    lines = [f"{content['run']} iteration {content['iteration']}: {place}"]
+    for sample in content["samples"]:
+        lines.append(f"sample {sample['sample']:,}")
+        for piece, place in zip(sample["pieces"], sample["places"], strict=True):
+            first, behind = piece["first_token"], piece["first_token"] + piece["tokens"]
+            document = "" if piece["document"] is None else f"document {piece['document']:,}, "
+            where = place or f"{piece['dataset']}: source not known: no sidecar names it"
+            lines.append(f"  {where} ({document}tokens {first} to {behind})")
+    return lines
 
 
 def _pair_words(content: dict[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ COMMANDS = {
     "merge": ("merge", "several .bin/.idx pairs to one"),
     "verify": ("verify", "check structure, sizes, ids and checksums of a pair"),
     "inspect": ("inspect", "what a pair holds; one document or training sample with its source line"),
+    "bench-loader": ("bench_loader", "how fast batches come from this disk, and whether that feeds a model"),
     "stats": ("stats", "lengths of documents, most frequent ids"),
     "export": ("export", "a pair to JSON lines or Parquet"),
     "import": ("import_", "token files of datatrove, nanoGPT and llm.c to .bin/.idx"),
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def other() -> None:
         from megaflow import __version__
 
-        commands = "\n".join(f"  {name:<11} {text}" for name, (_, text) in COMMANDS.items())
+        commands = "\n".join(f"  {name:<12} {text}" for name, (_, text) in COMMANDS.items())
         parser = Parser(
             prog="megaflow",
             description="The commands of megaflow.",

@@ -141,7 +141,12 @@ def test_a_fault_does_not_bring_others_that_follow_from_it() -> None:
             "constant, inverse-square-root, WSD, got 'exotic'",
         ),
         (("--split", "9,x"), "data.split (--split) must be up to three weights such as 969,30,1, got '9,x'"),
-        (("--data-path", "a", "b"), "this version does not have blends"),
+        (("--mock-data",), "data.path (--data-path) and data.is_mock each name the data; give one of them"),
+        (
+            ("--sample-packing", "best_fit"),
+            "are for samples.order (--sample-order) instant; give --sample-order instant",
+        ),
+        (("--blend-schedule", "f.json"), "Megatron's order would change from the first sample"),
         (("--min-lr", "1"), "schedule.min_lr (--min-lr) 1.0 is above optim.lr (--lr) 0.0003; lower it"),
         (("--lr-warmup-iters", "5", "--lr-warmup-fraction", ".1"), "are one setting; give one of them"),
         (("--lr-warmup-iters", "5", "--lr-decay-iters", "5"), "must be below schedule.decay_steps"),

@@ -238,10 +238,17 @@ OWN_TEST = {
     "--distributed-backend": "test_the_backend_is_the_one_asked_for_where_a_gpu_is_at_hand",
 }
 """Flags that one of the tests below observes by itself."""
+DATA_FLAGS = (
+    *("--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path", "--per-split-data-args-path"),
+    *("--mock-data", "--sample-order", "--sample-shuffle", "--sample-packing", "--blend-weights", "--blend-schedule"),
+    *("--data-cache-path", "--num-dataset-builder-threads", "--fim-rate", "--fim-spm-rate", "--fim-prefix-token"),
+    *("--fim-middle-token", "--fim-suffix-token"),
+)
+"""Flags that test_data_flags.py observes."""
 
 
 def test_every_flag_is_in_one_of_the_tables() -> None:
-    tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, SEEN, OWN_TEST]
+    tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, SEEN, OWN_TEST, DATA_FLAGS]
     assert sorted(name for table in tables for name in table) == sorted(flag.name for flag in FLAGS)
 
 

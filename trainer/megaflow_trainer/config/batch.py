@@ -56,6 +56,17 @@ def batch_at(step: StepConfig, consumed: int) -> int:
     return min(full, first + consumed * num_growths // samples * increment)
 
 
+def batch_phases(step: StepConfig) -> list[tuple[int, int]]:
+    """Size of the global batch from each number of consumed samples on: what `batch_at` gives, as a table."""
+    ramp = read_ramp_up(step)
+    if ramp is None:
+        return [(0, batch_at(step, 0))]
+    first, increment, samples = ramp
+    growths = max((step.sizes.global_batch_size - first) // increment, 0)
+    starts = [-(-growth * samples // growths) for growth in range(growths)] if growths else [0]
+    return [(start, batch_at(step, start)) for start in [*starts, samples]]
+
+
 def count_steps(step: StepConfig, num_samples: int) -> int:
     """Whole steps in `num_samples` samples, ramp-up included."""
     steps = consumed = 0

@@ -145,12 +145,33 @@ def check_schedule(schedule: ScheduleConfig, *, peak: float) -> list[str]:
 
 
 def check_data(config: TrainConfig) -> list[str]:
-    """There is one dataset and three parts of it."""
+    """The data are named in one way, and the order can do what is asked of it."""
+    own, samples = config.data, config.samples
+    per_split = {"train": own.train_path, "valid": own.valid_path, "test": own.test_path}
+    given = {
+        "data.path": bool(own.path),
+        **{f"data.{name}_path": bool(path) for name, path in per_split.items()},
+        "data.args_path": own.args_path is not None,
+        "data.per_split_args_path": own.per_split_args_path is not None,
+        "data.is_mock": own.is_mock,
+    }
+    named = [name for name, is_given in given.items() if is_given]
+    ways = {"split" if name.removesuffix("_path").removeprefix("data.") in per_split else name for name in named}
     faults = []
-    if not config.data.path:
+    if not named:
         faults.append("data.path is missing; give the prefix of a .bin/.idx pair made by megaflow-preprocess")
-    if len(config.data.path) > 1:
-        faults.append("data.path has several entries: this version does not have blends; give one prefix")
+    elif len(ways) > 1:
+        faults.append(f"{' and '.join(named)} each name the data; give one of them")
+    elif ways == {"split"} and not own.train_path:
+        faults.append(f"{' and '.join(named)} without data.train_path: a run needs a train part")
+    if samples.order == "megatron" and (samples.shuffle != "samples" or samples.packing != "concatenate"):
+        faults.append("samples.shuffle and samples.packing are for samples.order instant; give --sample-order instant")
+    if samples.packing == "best_fit" and samples.shuffle == "documents":
+        faults.append("samples.packing best_fit packs whole documents in any case; drop samples.shuffle documents")
+    if samples.order == "megatron" and samples.blend_schedule is not None:
+        faults.append(
+            "samples.blend_schedule is for samples.order instant: Megatron's order would change from the first sample"
+        )
     try:
         weights = [float(part) for part in config.data.split.split(",")]
     except ValueError:

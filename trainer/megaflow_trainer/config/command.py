@@ -17,7 +17,10 @@ from megaflow_trainer.config.recipe import read_recipe
 from megaflow_trainer.config.resolve import resolve
 from megaflow_trainer.config.sections import TrainConfig
 
-_LIST_FIELDS = ("data.path", "optim.no_decay", "step.ramp_up", "recompute.modules")
+_LIST_FIELDS = (
+    *("data.path", "data.train_path", "data.valid_path", "data.test_path"),
+    *("optim.no_decay", "step.ramp_up", "recompute.modules"),
+)
 _FIELD_NAME = re.compile(r"\b[a-z]+(?:\.|_)[a-z_0-9]+\b")
 
 

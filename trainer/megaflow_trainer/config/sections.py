@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from megaflow_trainer.config.limits import at_least, fraction, one_of, raise_faults
 from megaflow_trainer.config.model_section import ModelConfig
+from megaflow_trainer.config.samples_section import SampleConfig
 
 __all__ = [
     "BatchSizes",
@@ -21,6 +22,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "RecomputeConfig",
+    "SampleConfig",
     "ScheduleConfig",
     "StepConfig",
     "TrainConfig",
@@ -32,7 +34,20 @@ class DataConfig:
     """Where samples come from and how they are cut."""
 
     path: tuple[str, ...] = ()
-    """Prefix of a .bin/.idx pair; P also finds P_text_document."""
+    """Prefix of a .bin/.idx pair; P also finds P_text_document. Several prefixes, or weight prefix weight prefix ...,
+    make a blend."""
+    train_path: tuple[str, ...] = ()
+    """The same for the train part alone; instead of a path and a split."""
+    valid_path: tuple[str, ...] = ()
+    """The same for the valid part alone."""
+    test_path: tuple[str, ...] = ()
+    """The same for the test part alone."""
+    args_path: str | None = None
+    """File that holds what --data-path would."""
+    per_split_args_path: str | None = None
+    """JSON file that holds train, valid and test."""
+    is_mock: bool = False
+    """Whether made-up data are read: a run without any data."""
     split: str = "969,30,1"
     """Weights of the train, valid and test parts."""
     seq_len: int = 1024
@@ -335,6 +350,7 @@ class TrainConfig:
     """Decides initial weights, dropout and the order of samples."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    samples: SampleConfig = field(default_factory=SampleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -70,7 +70,10 @@ class Feed:
                 f"token {largest} in one of samples {batch.sample_ids.tolist()} is outside the vocabulary of "
                 f"{self.vocab_size} tokens; name the tokenizer that the data were made with, or a larger --vocab-size"
             )
-        mask = None if self.eod_id is None else (batch.tokens != self.eod_id).astype(np.float32)
+        mask = batch.loss_mask
+        if self.eod_id is not None:
+            counts = (batch.tokens != self.eod_id).astype(np.float32)
+            mask = counts if mask is None else mask * counts
         return batch.tokens, batch.labels, mask
 
     def _pack(

@@ -18,8 +18,10 @@ from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.mesh import Mesh
 
 
-def write_manifest(folder: Path, config: TrainConfig, mesh: Mesh, *, start_step: int, fingerprint: str) -> None:
+def write_manifest(folder: Path, config: TrainConfig, mesh: Mesh, *, start_step: int, data: dict[str, Any]) -> None:
     """Add this start to the manifest of the run; one rank calls it.
+
+    `data` is what `describe_batches` gives: with it `megaflow inspect --run` finds the documents of an iteration.
 
     Raises:
         FileAccessError: if the folder cannot be written.
@@ -31,7 +33,8 @@ def write_manifest(folder: Path, config: TrainConfig, mesh: Mesh, *, start_step:
         "world_size": mesh.world_size,
         "device": describe_device(mesh.device),
         "backend": mesh.backend,
-        "data_fingerprint": fingerprint,
+        "data_fingerprint": data["fingerprint"],
+        "data": data,
         "versions": {
             "megaflow": megaflow.__version__,
             "torch": torch.__version__,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megaflow_trainer.checkpoint.initial import fill_weights, read_weights
+from megaflow_trainer.config.batch import batch_phases
 from megaflow_trainer.config.cost_table import choose_parts
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.model.gpt import GPT, build_gpt
@@ -32,6 +34,7 @@ from megaflow_trainer.training.preflight import describe_needs, refuse_device
 from megaflow_trainer.training.resume import Start, TrainState, resume_or_start, save_checkpoint
 from megaflow_trainer.training.step import train_step
 from megaflow_trainer.training.stop import EXIT_STOPPED, StopVote
+from megaflow_trainer.training.stream_data import describe_batches
 
 
 def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
@@ -51,8 +54,10 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
     with hold_folders(config, mesh), build_loader(data.train, config, mesh) as loader:
         state = TrainState(model=model, optimizer=optimizer, loader=loader, data_fingerprint=data.train.fingerprint)
         start = resume_or_start(config, state, mesh)
-        introduce(config, mesh, start, data.train.fingerprint, [*notes, *data.notes])
-        consumed, clock = loader.state_dict()["consumed_samples"], Clock(mesh.device)
+        consumed, clock = loader.consumed_samples, Clock(mesh.device)
+        phases, last = batch_phases(config.step), config.last_step
+        origin = describe_batches(phases, data.train, consumed=consumed, last_step=last)
+        introduce(config, mesh, start, origin, [*notes, *data.notes])
         feed = Feed(loader, mesh.device, clock, vocab_size=data.vocab_size, eod_id=data.eod_id)
         with StopVote(mesh) as stop, MetricsLog(config, mesh, clock) as log:
             for step in range(start.step + 1, config.last_step + 1):
@@ -130,13 +135,13 @@ def start_from(folder: Path, model: GPT, config: TrainConfig, mesh: Mesh) -> Non
         say(mesh, f" note: {line}")
 
 
-def introduce(config: TrainConfig, mesh: Mesh, start: Start, fingerprint: str, notes: Sequence[str]) -> None:
+def introduce(config: TrainConfig, mesh: Mesh, start: Start, data: dict[str, Any], notes: Sequence[str]) -> None:
     """Say once what is about to run, and write it into the run folder."""
     assert config.log.run_dir is not None, "resolved"
     folder = Path(config.log.run_dir)
 
     def prepare() -> None:
-        write_manifest(folder, config, mesh, start_step=start.step, fingerprint=fingerprint)
+        write_manifest(folder, config, mesh, start_step=start.step, data=data)
         prepare_metrics(folder, keep_until=start.step if start.is_own else None)
 
     do_on_first(prepare, mesh.dp_group)
