@@ -349,3 +349,24 @@ def test_configuration_is_read_without_torch() -> None:
 
 def _environment() -> dict[str, str]:
     return {"PYTHONPATH": ":".join(path for path in sys.path if path), "PATH": "/usr/bin:/bin"}
+
+
+TEXTS = [flag.name for flag in FLAGS if fields.list_fields()[flag.field].kind is str and not flag.is_switch]
+
+
+@pytest.mark.parametrize("flag", TEXTS)
+def test_an_empty_text_is_refused(flag: str, tmp_path: Path) -> None:
+    for text in ("", " "):
+        assert f"{flag} takes a text that is not empty, got {text!r}" in fault(flag, text)
+    (tmp_path / "r.yaml").write_text("checkpoint: {save: ''}", encoding="utf-8")
+    assert "checkpoint.save (--save) takes a text that is not empty, got ''" in fault(
+        "--config", str(tmp_path / "r.yaml")
+    )
+    assert fault("--data-path", "") == "--data-path takes texts that are not empty, got ['']"
+
+
+def test_a_flag_with_one_dash_or_underscores_names_the_nearest() -> None:
+    assert fault("-lr", "3") == "-lr is not a flag of this trainer; the nearest known one is --lr"
+    assert fault("--num_layers", "3").endswith("the nearest known one is --num-layers")
+    assert fault("--foo") == "--foo is not a flag of this trainer"
+    assert read("--lr", "1e-3", "--rotary-base", "5").optim.lr == 1e-3

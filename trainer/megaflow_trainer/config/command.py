@@ -21,6 +21,8 @@ _LIST_FIELDS = (
     *("data.path", "data.train_path", "data.valid_path", "data.test_path"),
     *("optim.no_decay", "step.ramp_up", "recompute.modules"),
 )
+_SHORT_FLAG = re.compile(r"-(?!inf|nan)[a-z]", re.IGNORECASE)
+"""A flag with one dash: there are none, so it is named as unknown instead of being read as a value."""
 _FIELD_NAME = re.compile(r"\b[a-z]+(?:\.|_)[a-z_0-9]+\b")
 
 
@@ -108,7 +110,7 @@ def _split(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Cut a command line into flags and the words after each; words before any flag come under the name ''."""
     name, words = "", list[str]()
     for word in argv:
-        if word.startswith("--"):
+        if word.startswith("--") or _SHORT_FLAG.match(word):
             if name or words:
                 yield name, words
             name, equals, value = word.partition("=")
@@ -139,14 +141,13 @@ def _read_value(name: str, words: list[str], constant: Any, target: fields.Field
     if constant is not None:
         parsed.faults += _count_fault(name, words, 0)
         parsed.set(target.name, constant, name)
-    elif target.name in _LIST_FIELDS and words:
-        parsed.set(target.name, tuple(words), " ".join([name, *words]))
-    elif fault := _count_fault(name, words, 1):
-        parsed.faults += fault
+    elif not words or (len(words) > 1 and target.name not in _LIST_FIELDS):
+        parsed.faults += _count_fault(name, words, 1)
         parsed.broken.add(target.name)
     else:
         try:
-            parsed.set(target.name, fields.convert(target, words[0], name), f"{name} {words[0]}")
+            value = fields.convert(target, words if target.name in _LIST_FIELDS else words[0], name)
+            parsed.set(target.name, value, " ".join([name, *words]))
         except ConfigError as error:
             parsed.faults.append(str(error))
             parsed.broken.add(target.name)
@@ -184,8 +185,10 @@ def _count_fault(name: str, words: list[str], wanted: int) -> list[str]:
 def _unknown(name: str, words: list[str]) -> str:
     if not name:
         return f"{' '.join(words)!r} is not a flag: every setting is given as --name value"
-    near = difflib.get_close_matches(name, list_flag_names(), n=1, cutoff=0.5)
-    return f"{name} is not a flag of this trainer" + (f"; the nearest known one is {near[0]}" if near else "")
+    bare = name.lstrip("-").replace("_", "-")  # the dashes before a name make all of them alike
+    known = {flag.lstrip("-"): flag for flag in list_flag_names()}
+    near = difflib.get_close_matches(bare, known, n=1, cutoff=0.5)
+    return f"{name} is not a flag of this trainer" + (f"; the nearest known one is {known[near[0]]}" if near else "")
 
 
 def list_flag_names() -> list[str]:

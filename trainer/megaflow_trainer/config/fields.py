@@ -89,14 +89,14 @@ def _to_bool(value: Any) -> bool:
 
 
 def _to_text(value: Any) -> str:
-    if not isinstance(value, str):
+    if not isinstance(value, str) or not value.strip():
         raise ValueError
     return value
 
 
 def _to_texts(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
-        return (value,)
+        return (_to_text(value),)
     return tuple(_to_text(item) for item in value)
 
 
@@ -104,7 +104,13 @@ _CONVERT: Mapping[Any, Any] = types.MappingProxyType(
     {int: _to_int, float: _to_float, bool: _to_bool, str: _to_text, tuple[str, ...]: _to_texts}
 )
 _KIND_NAMES: Mapping[Any, str] = types.MappingProxyType(
-    {int: "a whole number", float: "a number", bool: "true or false", str: "a text", tuple[str, ...]: "texts"}
+    {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "a text that is not empty",
+        tuple[str, ...]: "texts that are not empty",
+    }
 )
 
 
