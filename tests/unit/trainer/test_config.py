@@ -285,6 +285,10 @@ def test_a_preset_is_below_the_recipe_and_the_recipe_below_the_flags(tmp_path: P
         (("--position-embedding-type", "alibi"), "must be one of learned_absolute, rope, none"),
         (("--rotary-scaling", "yarn"), "needs model.rotary_factor (--rotary-scaling-factor) above 1"),
         (("--normalization", "BatchNorm"), "must be one of LayerNorm, RMSNorm"),
+        (("--rotary-base", "1"), "model.rotary_base (--rotary-base) 1 turns all pairs of channels alike"),
+        (("--seq-length", "4", "--mtp-num-layers", "4"), "predicts 4 tokens beyond the next one, and data.seq_len"),
+        (("--fp16", "--initial-loss-scale", "4", "--min-loss-scale", "8"), "8.0 is above step.initial_loss_scale"),
+        (("--adam-eps", "0"), "divides 0 by 0 where a token has not occurred yet"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(flags: tuple[str, ...], words: str) -> None:
@@ -370,3 +374,12 @@ def test_a_flag_with_one_dash_or_underscores_names_the_nearest() -> None:
     assert fault("--num_layers", "3").endswith("the nearest known one is --num-layers")
     assert fault("--foo") == "--foo is not a flag of this trainer"
     assert read("--lr", "1e-3", "--rotary-base", "5").optim.lr == 1e-3
+
+
+def test_no_batches_of_evaluation_are_no_evaluation() -> None:
+    assert read("--eval-interval", "5", "--eval-iters", "0").eval.every == 0
+    assert read("--eval-interval", "5", "--eval-iters", "1").eval.every == 5
+
+
+def test_divisors_near_a_huge_number_are_found_at_once() -> None:
+    assert "use 1 or " in fault("--hidden-size", str(10**14 - 1), "--num-attention-heads", "2")

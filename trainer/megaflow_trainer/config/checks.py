@@ -75,20 +75,29 @@ def check_shape(model: ModelConfig) -> list[str]:
         faults.append("model.rotary_mscale_all_dim is for model.is_latent; give that or drop this")
     if (model.rotary_mscale_all_dim or model.rotary_mscale != 1) and model.rotary_scaling != "yarn":
         faults.append("model.rotary_mscale and model.rotary_mscale_all_dim are for model.rotary_scaling yarn; give it")
+    if model.rotary_base == 1:
+        faults.append("model.rotary_base 1 turns all pairs of channels alike; give one above 1, such as 10000")
     if model.rotary_scaling != "none" and model.rotary_factor == 1:
         faults.append(f"model.rotary_scaling {model.rotary_scaling} needs model.rotary_factor above 1")
     return faults
 
 
+_MOST_TRIED = 1_000_000
+
+
 def _find_divisors(total: int, near: int) -> tuple[int, int]:
     """The divisors of `total` next below and next above `near`."""
-    fits = [n for n in range(1, total + 1) if total % n == 0]
+    small = [n for n in range(1, min(math.isqrt(total), _MOST_TRIED) + 1) if total % n == 0]
+    fits = [*small, *(total // n for n in small)]
     return max(n for n in fits if n < near or n == 1), min((n for n in fits if n > near), default=total)
 
 
 def check_positions(config: TrainConfig) -> list[str]:
-    """Every token of a sample has a row in the position table."""
-    seq_len, positions = config.data.seq_len, config.model.max_positions
+    """Every token of a sample has a row in the position table, and every depth of prediction has a label in it."""
+    seq_len, positions, ahead = config.data.seq_len, config.model.max_positions, config.model.num_mtp_layers
+    if ahead >= seq_len:
+        text = f"model.num_mtp_layers {ahead} predicts {ahead} tokens beyond the next one, and data.seq_len {seq_len}"
+        return [text + " has no such token; raise the second or lower the first"]
     if positions is None or seq_len <= positions:
         return []
     return [
@@ -206,10 +215,17 @@ def check_precision(config: TrainConfig) -> list[str]:
     step, optim, faults = config.step, config.optim, []
     if step.loss_scale is not None and step.dtype != "fp16":
         faults.append(f"step.loss_scale is for fp16, and this run is {step.dtype}; give --fp16 or drop it")
+    low, first = step.min_loss_scale, step.initial_loss_scale
+    if step.loss_scale is None and low > first:
+        faults.append(f"step.min_loss_scale {low} is above step.initial_loss_scale {first}; lower it")
     if step.is_all_bf16 and step.dtype != "bf16":
         faults.append(f"step.is_all_bf16 is for bf16, and this run is {step.dtype}; give --bf16 or drop it")
     if optim.main_dtype == "bf16" and step.dtype != "bf16":
         faults.append(f"optim.main_dtype bf16 is for bf16 runs, and this one is {step.dtype}; give --bf16 or drop it")
+    if optim.adam_eps == 0 and optim.kind in ("adamw", "adam", "muon"):
+        faults.append(
+            "optim.adam_eps 0 divides 0 by 0 where a token has not occurred yet; give one above 0, such as 1e-8"
+        )
     if step.dtype == "fp64" and optim.is_offloaded:
         faults.append("optim.is_offloaded is not for fp64, which compares runs; drop one of them")
     return faults

@@ -29,6 +29,7 @@ def resolve(config: TrainConfig, *, world_size: int) -> tuple[TrainConfig, list[
         model=model,
         step=step,
         optim=_resolve_optim(config),
+        eval=dataclasses.replace(config.eval, every=config.eval.every if config.eval.steps else 0),
         recompute=_resolve_recompute(config),
         log=dataclasses.replace(config.log, run_dir=run_dir),
     ), _list_notes(config)

@@ -298,7 +298,7 @@ class EvalConfig:
     every: int = 1000
     """Iterations between two evaluations; 0 turns them off."""
     steps: int = 100
-    """Global batches of one evaluation; each evaluation reads the same ones."""
+    """Global batches of one evaluation; each evaluation reads the same ones; 0 turns them off, too."""
 
     def __post_init__(self) -> None:
         raise_faults(at_least("eval", 0, every=self.every, steps=self.steps))
