@@ -44,6 +44,7 @@ def test_decay_follows_its_closed_form(style: str) -> None:
         ("--lr-warmup-iters", "10"),
         ("--lr-warmup-samples", "80"),
         ("--lr-warmup-fraction", "0.1"),
+        ("--lr-warmup-fraction", "0", "--lr-warmup-iters", "10"),
     ],
 )
 def test_warmup_is_the_same_in_iterations_samples_and_fraction(flags: tuple[str, ...]) -> None:

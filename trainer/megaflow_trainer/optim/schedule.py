@@ -122,7 +122,7 @@ def build_schedule(config: TrainConfig) -> Schedule:
     own, batch = config.schedule, config.step.sizes.global_batch_size
     length = config.num_samples or config.last_step * batch
     decay = own.decay_samples or (own.decay_steps * batch if own.decay_steps else length)
-    if own.warmup_fraction is not None:
+    if own.warmup_fraction:
         warmup: float = own.warmup_fraction * decay
     else:
         warmup = own.warmup_samples or (own.warmup_steps or 0) * batch
