@@ -108,9 +108,6 @@ impl PyCyclic {
     }
 }
 
-/// (dataset, sequence, first token in it, tokens)
-type PyPiece = (u32, u64, u64, u64);
-
 /// The samples of one split of one pair.
 #[pyclass(frozen, name = "GptDataset", module = "megaflow._core")]
 pub(crate) struct PyGptDataset {
