@@ -24,7 +24,7 @@ from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.seed import seed_dropout
 from megaflow_trainer.training.clock import Clock
 from megaflow_trainer.training.feed import Feed
-from megaflow_trainer.training.run import build_model
+from megaflow_trainer.training.build import build_model
 from megaflow_trainer.training.step import train_step
 from megaflow_trainer.training.stop import StopVote
 

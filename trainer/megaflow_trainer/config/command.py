@@ -17,7 +17,7 @@ from megaflow_trainer.config.recipe import read_recipe
 from megaflow_trainer.config.resolve import resolve
 from megaflow_trainer.config.sections import TrainConfig
 
-_LIST_FIELDS = ("data.path", "optim.no_decay", "step.ramp_up", "recompute.modules")
+_LIST_FIELDS = ("data.path", "optim.no_decay", "step.ramp_up", "recompute.modules", "log.profile_ranks")
 _FIELD_NAME = re.compile(r"\b[a-z]+(?:\.|_)[a-z_0-9]+\b")
 
 
