@@ -194,15 +194,21 @@ def save_tensors(
     writer.finish(metadata, [written])
 
 
-def load_tensors(targets: Mapping[str, Tensor], path: Path, group: dist.ProcessGroup | None) -> None:
+def load_tensors(
+    targets: Mapping[str, Tensor],
+    path: Path,
+    group: dist.ProcessGroup | None,
+    *,
+    reader: StorageReader | None = None,
+) -> None:
     """Fill tensors (or DTensors) by name from a checkpoint, each rank its own part; dtypes are converted.
 
-    Names and shapes must have been compared (`check_tensors`).
+    Names and shapes must have been compared (`check_tensors`). `reader` is for folders of another kind than ours.
 
     Raises:
         CheckpointError: if a file cannot be read.
     """
-    reader = PartReader(path)
+    reader = reader or PartReader(path)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     if group is not None:
         try:

@@ -15,7 +15,8 @@ from megaflow import Loader
 from megaflow.errors import CheckpointError
 from megaflow_trainer.checkpoint import store
 from megaflow_trainer.checkpoint.dcp import check_tensors, list_shapes, load_tensors
-from megaflow_trainer.checkpoint.initial import describe_source, read_weights
+from megaflow_trainer.checkpoint.initial import describe_source, fill_weights, read_weights
+from megaflow_trainer.checkpoint.megatron import find_megatron
 from megaflow_trainer.config.fields import to_dict
 from megaflow_trainer.config.sections import CheckpointConfig, TrainConfig
 from megaflow_trainer.optim.optimizer import Optimizer
@@ -108,6 +109,10 @@ def choose_checkpoint(config: CheckpointConfig, mesh: Mesh) -> store.Found:
         found = store.find_checkpoint(Path(config.save), CONTENTS, mesh.dp_group)
     wants_load = config.load is not None and not config.is_finetune and not _is_same(config.load, config.save)
     if found.path is None and config.load is not None and wants_load:
+        if do_on_first(lambda: find_megatron(Path(str(config.load))), mesh.dp_group) is not None:
+            raise CheckpointError(
+                f"--load {config.load}: a checkpoint of Megatron-Core, of which the weights can be taken: give --finetune"
+            )
         found = store.find_checkpoint(Path(config.load), CONTENTS, mesh.dp_group)
         if found.path is None:
             raise CheckpointError(f"--load {config.load}: no complete checkpoint there; drop the flag to start afresh")
@@ -127,18 +132,19 @@ def take_weights(config: TrainConfig, state: TrainState, mesh: Mesh) -> None:
     """
     assert config.checkpoint.load is not None, "checked with the configuration"
     folder = Path(config.checkpoint.load)
+    assert config.model.vocab_size is not None, "known once the data are open"
     weights, path = read_weights(folder, config.model, flag="--load")
-    masters = state.optimizer.masters
-    check_tensors(
+    lines = fill_weights(
+        state.optimizer.masters,
+        weights,
         path,
-        {f"model/{name}": master for name, master in masters.items()},
-        saved={f"model/{name}": tuple(weight.shape) for name, weight in weights.items()},
-        known="model/",
+        vocab_size=config.model.vocab_size,
+        may_grow=config.checkpoint.grow,
     )
-    for name, master in masters.items():
-        master.copy_(weights[name])
     state.optimizer.copy_to_weights()
     say(mesh, f" weights from {describe_source(path)}; everything else begins anew")
+    for line in lines:
+        say(mesh, f" note: {line}")
 
 
 @torch.no_grad()
