@@ -81,7 +81,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "events": [row for row in rows if row.get("event") in ("nonfinite", "spike")],
         "checkpoints": [row["iteration"] for row in rows if row.get("event") == "checkpoint"],
         "starts": [describe_start(start) for start in starts],
-        "manifest": flatten({name: value for name, value in (starts[-1] if starts else {}).items()}),
+        "manifest": flatten(starts[-1] if starts else {}),
     }
 
 

@@ -74,9 +74,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("place", [".metadata", "common.pt", "__0_0.distcp"])
-def test_a_pickle_that_asks_for_more_runs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_a_pickle_that_asks_for_more_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     shutil.copytree(HERE / "gpt", tmp_path / "gpt")
     monkeypatch.chdir(tmp_path)
     path = find_megatron(tmp_path / "gpt")
@@ -113,5 +111,5 @@ def test_going_on_from_one_is_refused_with_the_remedy(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "toy", vocab_size=24)
     with pytest.raises(CheckpointError, match="of which the weights can be taken: give --finetune"):
         run_tiny(prefix, [*SMALL, "--load", str(HERE / "gpt"), "--run-dir", str(tmp_path / "run")], base=SHAPE)
-    with pytest.raises(ConfigError, match="takes the weights of checkpoint.load"):
+    with pytest.raises(ConfigError, match=r"takes the weights of checkpoint\.load"):
         run_tiny(prefix, [*SMALL, "--finetune", "--run-dir", str(tmp_path / "run")], base=SHAPE)

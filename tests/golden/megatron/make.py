@@ -1,6 +1,6 @@
 """Records checkpoints of two tiny models as Megatron-Core writes them, and the losses that its own model computes.
 
-python tests/golden/megatron/make.py, where megatron-core 0.16 is installed beside torch. It is not needed for the tests.
+python tests/golden/megatron/make.py, where megatron-core 0.16 is installed beside torch; the tests do not need it.
 On the CPU some of its calls to CUDA are answered here, and torch writes the files that its own writer would.
 """
 

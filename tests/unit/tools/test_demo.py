@@ -60,7 +60,14 @@ def test_a_python_without_sources_is_told_so_and_leaves_no_file(tmp_path: Path, 
 
 def steps(losses: list[float]) -> list[dict[str, float]]:
     """Rows of a run's metrics with these losses."""
-    parts = {"loader_bound_s": 0.01, "forward_s": 0.3, "backward_s": 0.5, "communication_s": 0.0, "optimizer_s": 0.15, "other_s": 0.04}
+    parts = {
+        "loader_bound_s": 0.01,
+        "forward_s": 0.3,
+        "backward_s": 0.5,
+        "communication_s": 0.0,
+        "optimizer_s": 0.15,
+        "other_s": 0.04,
+    }
     return [{"lm_loss": loss, "step_time_s": 1.0, "tokens_per_s_per_gpu": 2048.0, **parts} for loss in losses]
 
 

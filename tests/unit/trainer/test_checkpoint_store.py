@@ -77,8 +77,10 @@ def test_killed_at_any_moment_of_saving_a_complete_step_is_found(
             kill_at(patch, moment)
             writer = PartWriter(
                 store.name_aside(root, 10),
-                prepare=lambda root=root: store.begin(root, 10),
-                finish=lambda layout, files, root=root: store.publish(root, 10, {"note": 10}, layout=layout, files=files),
+                prepare=lambda root=root: store.make_aside(root, 10),
+                finish=lambda layout, files, root=root: store.publish(
+                    root, 10, {"note": 10}, layout=layout, files=files
+                ),
                 on_progress=lambda: None,
             )
             try:
@@ -233,11 +235,11 @@ def test_another_shape_names_the_tensor_and_both_shapes(tmp_path: Path) -> None:
 
 def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
     target = {"model/w": torch.zeros(2, 3), "model/x": torch.zeros(1)}
-    with pytest.raises(CheckpointError, match="tensor x of this model is not in the checkpoint$"):
+    with pytest.raises(CheckpointError, match=r"tensor x of this model is not in the checkpoint$"):
         dcp.check_tensors(tmp_path, target, saved=SHAPES, known="model/")
     with pytest.raises(CheckpointError, match="tensor w of the checkpoint is not in this model"):
         dcp.check_tensors(tmp_path, {}, saved=SHAPES, known="model/")
-    with pytest.raises(CheckpointError, match="m.w .* not in the checkpoint; --no-load-optim begins with fresh"):
+    with pytest.raises(CheckpointError, match=r"m\.w .* not in the checkpoint; --no-load-optim begins with fresh"):
         dcp.check_tensors(tmp_path, {"optimizer/m.w": torch.zeros(1)}, saved=SHAPES, known="model/")
 
 

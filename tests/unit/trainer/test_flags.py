@@ -18,8 +18,8 @@ from megaflow_trainer.config import TrainConfig, read_command
 from megaflow_trainer.config.flags import FLAGS
 from megaflow_trainer.optim.schedule import build_planner
 from megaflow_trainer.parallel.saved import SavedActivations
-from megaflow_trainer.training.preflight import refuse_device
 from megaflow_trainer.training.build import build_model, build_optimizer
+from megaflow_trainer.training.preflight import refuse_device
 
 STEPS = 8
 YARN = "--position-embedding-type rope --rotary-scaling yarn --rotary-scaling-factor 4"

@@ -22,8 +22,8 @@ from megaflow.errors import (
     MissingFileError,
     TokenizerError,
 )
-from megaflow_trainer.training import run as run_module
 from megaflow_trainer.training import build as build_module
+from megaflow_trainer.training import run as run_module
 from megaflow_trainer.training.clock import PHASES
 
 STEPS = 6
@@ -235,8 +235,8 @@ def test_another_tokenizer_than_the_datas_is_refused_before_the_model_is_built(t
 
 def test_other_data_than_the_checkpoints_are_refused(prefix: str, tmp_path: Path) -> None:
     run_tiny(prefix, [*LENGTH, "--save", str(tmp_path)])
+    longer = ["--train-iters", "8", *LENGTH[2:], "--override-opt_param-scheduler"]
     with pytest.raises(CheckpointError, match="seed was 1234 and is 7"):
-        longer = ["--train-iters", "8", *LENGTH[2:], "--override-opt_param-scheduler"]
         run_tiny(prefix, [*longer, "--save", str(tmp_path), "--seed", "7"])
 
 

@@ -139,8 +139,7 @@ class PartReader(StorageReader):
                 for item in items:
                     key = self.places[item.storage_index].key
                     window = tuple(
-                        slice(at, at + length)
-                        for at, length in zip(item.storage_offsets, item.lengths, strict=True)
+                        slice(at, at + length) for at, length in zip(item.storage_offsets, item.lengths, strict=True)
                     )
                     piece = part.get_slice(key)[window] if window else part.get_tensor(key)
                     target = planner.resolve_tensor(item).detach()
@@ -257,7 +256,9 @@ def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in targets.items()}
 
 
-def check_tensors(path: Path, wanted: Mapping[str, Tensor], *, saved: Mapping[str, tuple[int, ...]], known: str) -> None:
+def check_tensors(
+    path: Path, wanted: Mapping[str, Tensor], *, saved: Mapping[str, tuple[int, ...]], known: str
+) -> None:
     """Compare names and whole shapes before anything is changed.
 
     Args:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -80,7 +81,12 @@ def read_layout(path: Path) -> Metadata:
     try:
         described = json.loads((path / LAYOUT).read_text(encoding="utf-8"))
         return _build(
-            (name, _KINDS[item["dtype"]], item["shape"], [(c["at"], c["shape"], c["file"], None) for c in item["chunks"]])
+            (
+                name,
+                _KINDS[item["dtype"]],
+                item["shape"],
+                [(c["at"], c["shape"], c["file"], None) for c in item["chunks"]],
+            )
             for name, item in described.items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -105,7 +111,8 @@ Row = tuple[str, torch.dtype, list[int], list[tuple[list[int], list[int], str, s
 
 
 def _build(rows: Iterable[Row]) -> Metadata:
-    tensors, places = {}, {}
+    places: dict[MetadataIndex, Place] = {}
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, dtype, shape, chunks in rows:
         for offsets, _, file, key in chunks:
             index = MetadataIndex(name, torch.Size(offsets))

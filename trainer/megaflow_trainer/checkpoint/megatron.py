@@ -88,7 +88,7 @@ class MegatronReader(FileSystemReader):
 
 
 def find_megatron(folder: Path) -> Path | None:
-    """The folder of a Megatron-Core checkpoint: the given one, or the one that its pointer names; None if there is none."""
+    """The folder of a Megatron-Core checkpoint: the given one, or the one that its pointer names; None without one."""
     if (folder / _DESCRIPTION).is_file():
         return folder
     try:
@@ -107,7 +107,8 @@ def read_megatron(folder: Path, model: ModelConfig) -> dict[str, Tensor]:
         model: the shape of this run.
 
     Raises:
-        CheckpointError: if a tensor is missing, has another shape than this run's, or the shape has no Megatron form here.
+        CheckpointError: if a tensor is missing or of another shape than this run's, or this model is of a kind that is
+            not read.
     """
     if model.is_latent or model.num_mtp_layers:
         raise CheckpointError(

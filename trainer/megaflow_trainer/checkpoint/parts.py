@@ -72,7 +72,7 @@ def write_part(path: Path, tensors: Mapping[str, Tensor], *, on_progress: Callab
 
         put(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            put(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+            put(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             on_progress()
         file.flush()
         os.fsync(file.fileno())

@@ -1,8 +1,8 @@
 """Saving while training goes on: tensors are copied aside in one pass, a thread writes the copy.
 
 The copy is ordered behind the work of the step on the device, so the step waits for no more than that pass. All ranks
-write their parts; when all parts are on the disk the first rank publishes. The thread's traffic goes over a group of its
-own, so that it cannot mix with that of the steps. One checkpoint is written at a time: the next one waits.
+write their parts; when all parts are on the disk the first rank publishes. The thread's traffic goes over a group of
+its own, so that it cannot mix with that of the steps. One checkpoint is written at a time: the next one waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from megaflow_trainer.checkpoint import store
 from megaflow_trainer.checkpoint.dcp import PartWriter, describe_failure, save_tensors
-
 
 _PATIENCE_S = 10.0
 
@@ -53,7 +52,7 @@ class Saver:
         root: Path,
         group: dist.ProcessGroup | None,
         *,
-        keeping: store.Keeping = store.Keeping(),
+        keeping: store.Keeping = store.KEEP_ALL,
         is_async: bool = True,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -118,7 +117,7 @@ class Saver:
             raise store.cannot_write(self.root, describe_failure(error)) from None
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of what this rank holds, in the CPU's memory; memory that a GPU copies into is pinned, and kept for the next time."""
+        """Copies of what this rank holds, in the CPU's memory; what a GPU copies into is pinned, and kept for later."""
         made = {}
         for name, tensor in tensors.items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -152,7 +151,7 @@ class Saver:
 
         writer = PartWriter(
             store.name_aside(self.root, step),
-            prepare=lambda: store.begin(self.root, step),
+            prepare=lambda: store.make_aside(self.root, step),
             finish=publish,
             on_progress=self.on_progress,
         )
@@ -160,4 +159,3 @@ class Saver:
             save_tensors(tensors, writer, self.group, copies=copies)
         except (Exception, CheckpointException) as error:  # raised again by `finish`, in the thread that trains
             self._error = error
-

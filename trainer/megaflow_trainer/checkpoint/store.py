@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,10 @@ class Keeping:
     every: int = 0
 
 
+KEEP_ALL = Keeping()
+ANYTHING = Contents()
+
+
 def name_folder(root: Path, step: int) -> Path:
     """Where the checkpoint of an iteration lies."""
     return root / f"iter_{step:07d}"
@@ -84,7 +88,7 @@ def prepare_folder(root: Path) -> None:
         raise cannot_write(root, error) from None
 
 
-def begin(root: Path, step: int) -> Path:
+def make_aside(root: Path, step: int) -> None:
     """Make an empty folder aside for a checkpoint; called by one rank.
 
     Raises:
@@ -94,7 +98,6 @@ def begin(root: Path, step: int) -> Path:
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
-    return aside
 
 
 def publish(
@@ -104,7 +107,7 @@ def publish(
     *,
     layout: Mapping[str, Any],
     files: Mapping[str, Mapping[str, Any]],
-    keeping: Keeping = Keeping(),
+    keeping: Keeping = KEEP_ALL,
 ) -> Path:
     """Complete a checkpoint whose tensors are on the disk, give it its name, move the pointer, and only then remove
     those that need not be kept; called by one rank.
@@ -148,9 +151,7 @@ def list_superfluous(root: Path, keeping: Keeping) -> list[Path]:
     return [path for path in rest if keeping.every == 0 or count_iterations(path) % keeping.every]
 
 
-def find_checkpoint(
-    root: Path, contents: Contents = Contents(), group: dist.ProcessGroup | None = None
-) -> Found:
+def find_checkpoint(root: Path, contents: Contents = ANYTHING, group: dist.ProcessGroup | None = None) -> Found:
     """Look for the checkpoint to go on from: the one the pointer names if it is good, else the last good one.
 
     Every byte of those that are looked at is read and compared with its sum; the ranks of `group` share the files, and
@@ -185,7 +186,7 @@ def _list_folders(root: Path) -> list[Path]:
     return [path for path in root.glob("iter_*") if path.suffix not in (_ASIDE, _DOOMED)]
 
 
-def find_damage(path: Path, contents: Contents = Contents(), group: dist.ProcessGroup | None = None) -> str | None:
+def find_damage(path: Path, contents: Contents = ANYTHING, group: dist.ProcessGroup | None = None) -> str | None:
     """Why a folder is not a good checkpoint; None if it is one. All ranks of `group` return the same."""
     fault, files = do_on_first(lambda: _check_state(path, contents), group)
     if fault is not None:

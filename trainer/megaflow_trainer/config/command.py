@@ -75,7 +75,7 @@ def parse_flags(argv: Sequence[str]) -> Parsed:
     for name, words in pairs:
         if name == "--config" and len(words) == 1:
             read_recipe(words[0], known, parsed.values, parsed.faults)
-    if "--preset" in (name for name, _ in pairs) or "model.preset" in parsed.values:
+    if "--preset" in (name for name, _ in pairs) or parsed.values.get("model.preset") is not None:
         _apply_preset(pairs, parsed)
     for name, words in pairs:
         if name != "--config":

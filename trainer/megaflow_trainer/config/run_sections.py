@@ -72,7 +72,9 @@ class LogConfig:
     """Ranks that are profiled."""
 
     def __post_init__(self) -> None:
-        others = [f"log.profile_ranks takes whole numbers, got {rank!r}" for rank in self.profile_ranks if not _is_rank(rank)]
+        others = [
+            f"log.profile_ranks takes whole numbers, got {rank!r}" for rank in self.profile_ranks if not _is_rank(rank)
+        ]
         raise_faults(
             at_least("log", 1, every=self.every, profile_start=self.profile_start)
             + at_least("log", self.profile_start, profile_end=self.profile_end)
@@ -87,7 +89,7 @@ class GuardConfig:
     max_bad_steps: int = 5
     """Iterations in a row whose loss or gradient is not finite, after which the run stops; each is skipped."""
     spike_threshold: float = 8.0
-    """A loss this many usual deviations above the median of the last ones is a spike, told with its documents; 0: off."""
+    """A loss this many usual deviations above the median is a spike, told with its documents; 0: off."""
     spike_window: int = 64
     """Iterations from which the usual loss and its deviation are taken."""
     exit_minutes: float | None = None

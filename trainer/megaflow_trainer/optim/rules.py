@@ -58,9 +58,7 @@ class Adam:
             "exp_avg_sq": torch.zeros_like(master, dtype=second),
         }
 
-    def update(
-        self, slots: Sequence[Slot], *, lr: float, decay: float, found_inf: Tensor | None = None
-    ) -> None:
+    def update(self, slots: Sequence[Slot], *, lr: float, decay: float, found_inf: Tensor | None = None) -> None:
         """One fused call where all dtypes agree, which changes nothing where `found_inf` is 1; else weight by weight
         in fp32.
         """

@@ -58,7 +58,7 @@ def do_on_first(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 @contextmanager
 def own_group(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]:
-    """A group of the same ranks for gloo that nothing else uses: a thread may communicate over it. All ranks call it."""
+    """A group of the same ranks for gloo that nothing else uses, so that a thread may; all ranks call it."""
     if group is None:
         yield None
         return

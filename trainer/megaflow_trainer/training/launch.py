@@ -12,11 +12,11 @@ from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.mesh import Launch, build_mesh, choose_device, start_group
 from megaflow_trainer.training.faults import FaultBoard
 from megaflow_trainer.training.guards import DivergedError
-from megaflow_trainer.training.oom import OutOfMemoryFault
+from megaflow_trainer.training.oom import ShortageError
 from megaflow_trainer.training.peers import PeerWatch
 from megaflow_trainer.training.run import describe_restart, train
 
-_CODES: tuple[tuple[type[MegaflowError], int], ...] = ((OutOfMemoryFault, OUT_OF_MEMORY), (DivergedError, DIVERGED))
+_CODES: tuple[tuple[type[MegaflowError], int], ...] = ((ShortageError, OUT_OF_MEMORY), (DivergedError, DIVERGED))
 
 
 def launch(config: TrainConfig, notes: Sequence[str], *, rank: int, world_size: int, local_rank: int) -> int:

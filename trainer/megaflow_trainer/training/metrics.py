@@ -130,7 +130,9 @@ def describe_stragglers(values: Mapping[str, Any], ratio: float) -> list[str]:
     usual, waited = median(works), median(waits)
     for rank, (work, wait) in enumerate(zip(works, waits, strict=True)):
         if work > ratio * usual:
-            lines.append(f" rank {rank} is slow: {work * 1e3:.1f} ms of its own work a step, the median is {usual * 1e3:.1f}")
+            lines.append(
+                f" rank {rank} is slow: {work * 1e3:.1f} ms of its own work a step, the median is {usual * 1e3:.1f}"
+            )
         if wait - waited > (ratio - 1) * usual:
             lines.append(f" rank {rank} waits for data: {wait * 1e3:.1f} ms a step, the median is {waited * 1e3:.1f}")
     return lines

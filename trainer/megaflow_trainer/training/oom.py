@@ -12,7 +12,7 @@ from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.training.memory import list_parts, measure_memory
 
 
-class OutOfMemoryFault(MegaflowError, MemoryError):
+class ShortageError(MegaflowError, MemoryError):
     """The device, or this machine, has no memory left."""
 
 
@@ -34,8 +34,7 @@ def describe_shortage(config: TrainConfig, device: torch.device, error: BaseExce
         whole = f" of {total / 2**20:,.0f}, {free / 2**20:,.0f} free"
     lines = [
         f"out of memory on {device}: {str(error).splitlines()[0]}",
-        f"  MiB: {each}, the rest {rest / 2**20:,.0f}; peak "
-        f"{memory['memory_peak_bytes'] / 2**20:,.0f}{whole}",
+        f"  MiB: {each}, the rest {rest / 2**20:,.0f}; peak {memory['memory_peak_bytes'] / 2**20:,.0f}{whole}",
         "  change, in this order, until it fits:",
         *(f"  {number}. {remedy}" for number, remedy in enumerate(list_remedies(config), start=1)),
     ]
@@ -54,10 +53,14 @@ def list_remedies(config: TrainConfig) -> list[str]:
         found.append("--bf16: half of weights and activations")
     if own.compression == "none":
         found.append("--compress-activations bf16: half of what is kept for backward")
-    found.append("--use-distributed-optimizer: optimizer states spread over the data-parallel ranks, where there is one")
+    found.append(
+        "--use-distributed-optimizer: optimizer states spread over the data-parallel ranks, where there is one"
+    )
     if not config.optim.is_offloaded:
         found.append("--optimizer-cpu-offload: master weights and optimizer states in the CPU's memory")
-    found.append("--tensor-model-parallel-size 2 and more: each layer spread over the GPUs of a machine, where there are")
+    found.append(
+        "--tensor-model-parallel-size 2 and more: each layer spread over the GPUs of a machine, where there are"
+    )
     return found
 
 
@@ -66,11 +69,11 @@ def explain_shortage(config: TrainConfig, device: torch.device) -> Iterator[None
     """Turn running out of memory into an error that tells where it went.
 
     Raises:
-        OutOfMemoryFault: instead of what torch raises.
+        ShortageError: instead of what torch raises.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error) or isinstance(error, OutOfMemoryFault):
+        if not is_out_of_memory(error) or isinstance(error, ShortageError):
             raise
-        raise OutOfMemoryFault(describe_shortage(config, device, error)) from None
+        raise ShortageError(describe_shortage(config, device, error)) from None

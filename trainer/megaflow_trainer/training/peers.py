@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -108,10 +109,8 @@ class PeerWatch:
 
     def _tell(self, key: str) -> None:
         if self.store is not None:
-            try:
+            with suppress(RuntimeError):  # nobody is left to read it
                 self.store.set(key, "")
-            except RuntimeError:
-                pass  # nobody is left to read it
 
     def _has(self, key: str) -> bool:
         if self.store is None:

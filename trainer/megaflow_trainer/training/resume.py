@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +54,7 @@ class TrainState:
     spikes: SpikeWatch
 
     def list_tensors(self, mesh: Mesh) -> dict[str, Tensor]:
-        """Every tensor to save, by file-like names: model/..., optimizer/..., rng/...; each rank has its own streams."""
+        """Every tensor to save: model/NAME, optimizer/STATE.NAME, rng/KIND.RANK; each rank has its own streams."""
         weights = {f"model/{name}": weight.data for name, weight in self.model.module.named_parameters()}
         states = {f"optimizer/{name}": value for name, value in self.optimizer.list_tensors().items()}
         return {**weights, **states, **{f"rng/{n}.{mesh.dp_rank}": value for n, value in get_rng_state(mesh).items()}}
@@ -111,7 +110,8 @@ def choose_checkpoint(config: CheckpointConfig, mesh: Mesh) -> store.Found:
     if found.path is None and config.load is not None and wants_load:
         if do_on_first(lambda: find_megatron(Path(str(config.load))), mesh.dp_group) is not None:
             raise CheckpointError(
-                f"--load {config.load}: a checkpoint of Megatron-Core, of which the weights can be taken: give --finetune"
+                f"--load {config.load}: a checkpoint of Megatron-Core, of which the weights can be taken: "
+                "give --finetune"
             )
         found = store.find_checkpoint(Path(config.load), CONTENTS, mesh.dp_group)
         if found.path is None:
@@ -203,5 +203,3 @@ def _without_masters(
 ) -> dict[str, tuple[int, ...]]:
     """What the checkpoint holds, without masters that this run does not ask for."""
     return {name: s for name, s in shapes.items() if name in targets or not name.startswith("optimizer/master.")}
-
-

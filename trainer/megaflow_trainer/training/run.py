@@ -14,6 +14,7 @@ from megaflow_trainer.config.exit_codes import FINISHED, OUT_OF_TIME, STOPPED
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.collectives import own_group
 from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.training.build import Run, set_up
 from megaflow_trainer.training.clock import CHECKPOINT, EVAL
 from megaflow_trainer.training.data import build_loader, open_data, with_vocabulary
 from megaflow_trainer.training.evaluate import evaluate
@@ -25,7 +26,6 @@ from megaflow_trainer.training.oom import explain_shortage
 from megaflow_trainer.training.preflight import refuse_device
 from megaflow_trainer.training.profile import Profiler
 from megaflow_trainer.training.say import say
-from megaflow_trainer.training.build import Run, set_up
 from megaflow_trainer.training.step import train_step
 from megaflow_trainer.training.stop import Stop, StopVote
 from megaflow_trainer.training.watchdog import Watchdog
@@ -74,7 +74,14 @@ def loop(run: Run, saver: Saver | None, ending: Ending, deadline_s: float | None
             plan = run.planner.plan(consumed)
             consumed += plan.num_samples
             report = train_step(
-                run.state.model, run.state.optimizer, run.feed, mesh, clock, config, plan=plan, has_norm=log.is_due(step)
+                run.state.model,
+                run.state.optimizer,
+                run.feed,
+                mesh,
+                clock,
+                config,
+                plan=plan,
+                has_norm=log.is_due(step),
             )
             profiler.after(step)
             write_down(run, log, ledger.add(step, consumed, report))
@@ -155,9 +162,7 @@ def open_saver(run: Run) -> Iterator[Saver | None]:
         return
     keeping = Keeping(last=own.keep_last, every=own.keep_every)
     with own_group(run.mesh.dp_group) as group:
-        saver = Saver(
-            Path(own.save), group, keeping=keeping, is_async=own.is_async, on_progress=run.clock.beat
-        )
+        saver = Saver(Path(own.save), group, keeping=keeping, is_async=own.is_async, on_progress=run.clock.beat)
         with saver:
             yield saver
 

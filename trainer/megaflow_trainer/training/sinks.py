@@ -87,7 +87,9 @@ class Wandb:
         try:
             wandb = importlib.import_module("wandb")  # only if chosen
         except ImportError:
-            raise ConfigError("--wandb-project needs the package wandb: `pip install wandb`, or drop the flag") from None
+            raise ConfigError(
+                "--wandb-project needs the package wandb: `pip install wandb`, or drop the flag"
+            ) from None
         self.run = wandb.init(
             project=config.log.wandb_project,
             entity=config.log.wandb_entity,
