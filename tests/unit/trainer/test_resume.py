@@ -134,7 +134,9 @@ def test_with_the_checkpoints_schedule_the_command_lines_is_ignored(
     longer = ["--train-iters", "25", *FLAGS[2:], *OTHER, "--use-checkpoint-opt_param-scheduler"]
     run_tiny(prefix, [*longer, "--save", str(tmp_path)])
     assert read_all(tmp_path)[:10] == read_all(straight)[10:]
-    assert {line[4] for line in read_all(tmp_path)[10:]} == {0.0}  # the decay was over at step 20
+    beyond = [line[4] for line in read_all(tmp_path) if line[6] >= STEPS * 4]  # samples of the checkpoint's decay
+    assert beyond
+    assert set(beyond) == {0.0}
 
 
 def test_without_the_optimizer_the_weights_and_the_place_are_taken(prefix: str, straight: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from megaflow_trainer.config.sections import TrainConfig
-from megaflow_trainer.parallel.collectives import gather_objects
+from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training.clock import ASIDE, BACKWARD, BESIDE, FORWARD, LOADER_BOUND, OPTIMIZER, PHASES
 from megaflow_trainer.training.ledger import StepResult
@@ -36,7 +36,11 @@ class MetricsLog:
         self.config, self.mesh = config, mesh
         self.parts = {f"memory_{name}_bytes": size for name, size in list_parts(config, mesh.device).items()}
         self.results: list[StepResult] = []
-        self.sinks: list[Sink] = open_sinks(config) if mesh.is_first else []
+        self.sinks: list[Sink] = []
+        do_on_first(self._open, mesh.dp_group)
+
+    def _open(self) -> None:
+        self.sinks = open_sinks(self.config)
 
     def __enter__(self) -> MetricsLog:
         return self

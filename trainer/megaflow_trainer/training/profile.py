@@ -53,7 +53,7 @@ class Profiler:
             if self.mesh.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
                 torch.cuda.synchronize(self.mesh.device)
-            self._profile, self.num_steps = profile(activities=activities), 0
+            self._profile, self.num_steps = profile(activities=activities, acc_events=True), 0
             self._profile.start()
             self.clock.is_traced = True
 
@@ -66,16 +66,16 @@ class Profiler:
             return
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
-        self._profile.stop()
+        done, self._profile = self._profile, None
+        done.stop()
         self.clock.is_traced = False
-        self._write(step)
-        self._profile = None
+        self._write(done, step)
 
-    def _write(self, step: int) -> None:
+    def _write(self, done: Any, step: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         stem = self.folder / f"rank_{self.mesh.rank}_to_{step}"
-        self._profile.export_chrome_trace(f"{stem}.json")
-        table = format_table(self._profile.events(), self.num_steps, is_cuda=self.mesh.device.type == "cuda")
+        done.export_chrome_trace(f"{stem}.json")
+        table = format_table(done.events(), self.num_steps, is_cuda=self.mesh.device.type == "cuda")
         Path(f"{stem}.txt").write_text(table + "\n", encoding="utf-8")
         say(self.mesh, f" profile of {self.num_steps} steps: {stem}.json for a trace viewer, the table in {stem}.txt")
         say(self.mesh, table)

@@ -118,12 +118,12 @@ def open_sinks(config: TrainConfig) -> list[Sink]:
     """
     assert config.log.run_dir is not None, "resolved"
     folder = Path(config.log.run_dir)
-    sinks: list[Sink] = [JsonLines(folder / METRICS)]
+    sinks: list[Sink] = []
     if config.log.tensorboard_dir is not None:
         sinks.append(TensorBoard(Path(config.log.tensorboard_dir)))
     if config.log.wandb_project is not None:
         sinks.append(Wandb(config, folder))
-    return sinks
+    return [JsonLines(folder / METRICS), *sinks]  # last, because it cannot fail for want of a package
 
 
 def prepare_metrics(folder: Path, *, keep_until: int | None) -> None:
