@@ -67,7 +67,17 @@ def test_one_process_trains_and_shows_where_the_time_went(prefix: str, tmp_path:
     code, out, err = run(PLAIN, [*TINY, *LENGTH, "--data-path", prefix, "--run-dir", str(tmp_path)])
     assert (code, err) == (0, "")
     line = next(line for line in out.splitlines() if " iteration 8/8 " in line)
-    for word in ("lm loss:", "lr:", "grad norm:", "loader bound", "forward", "backward", "samples/s:", "tokens/s/GPU:", "memory"):
+    for word in (
+        "lm loss:",
+        "lr:",
+        "grad norm:",
+        "loader bound",
+        "forward",
+        "backward",
+        "samples/s:",
+        "tokens/s/GPU:",
+        "memory",
+    ):
         assert word in line
     assert len(read_curve(tmp_path)) == 8
     assert json.loads((tmp_path / "run.json").read_text())["starts"][0]["world_size"] == 1

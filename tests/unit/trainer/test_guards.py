@@ -154,7 +154,10 @@ def test_a_single_rank_watches_nobody() -> None:
     "error, is_shortage",
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+            True,
+        ),
         (MemoryError(), True),
         (RuntimeError("Connection closed by peer"), False),
     ],
@@ -193,6 +196,31 @@ def test_another_error_is_left_as_it_is(prefix: str, tmp_path: Path, monkeypatch
         run_tiny(prefix, [*LENGTH, "--run-dir", str(tmp_path)])
 
 
+@pytest.mark.parametrize(
+    "flags, spikes",
+    [
+        ((), [20]),
+        (("--spike-window", "16"), [20]),
+        (("--spike-threshold", "0"), []),
+        (("--spike-threshold", "1e6"), []),
+    ],
+    ids=["default", "short window", "off", "high"],
+)
+def test_a_run_tells_its_spikes_as_it_is_asked_to(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], spikes: list[int]
+) -> None:
+    keep, counts = step_module.sum_losses, [0]
+
+    def spoil(model: Any, batch: Any) -> Any:
+        loss, by_sample = keep(model, batch)
+        counts[0] += 1
+        return (loss * 20, by_sample * 20) if counts[0] == 40 else (loss, by_sample)
+
+    monkeypatch.setattr(step_module, "sum_losses", spoil)
+    run_tiny(prefix, ["--train-iters", "22", *LENGTH[2:], *flags, "--run-dir", str(tmp_path)])
+    assert [event["iteration"] for event in read_metrics(tmp_path, "event")] == spikes
+
+
 def test_every_end_has_its_own_code() -> None:
     assert len(set(MEANINGS)) == len(MEANINGS)
     assert find_code(DivergedError("x")) == DIVERGED
@@ -223,9 +251,7 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run_after_n(
     assert skipped[: 1 + bad] == [0] + [1] * bad
 
 
-def test_a_profile_leaves_a_trace_and_a_table(
-    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_leaves_a_trace_and_a_table(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*LENGTH, "--profile", "--profile-step-start", "3", "--profile-step-end", "4", "--run-dir", str(tmp_path)]
     run_tiny(prefix, flags)
     trace = json.loads((tmp_path / "profile" / "rank_0_to_4.json").read_text())
@@ -284,7 +310,9 @@ def test_wandb_gets_the_same_numbers(prefix: str, tmp_path: Path, monkeypatch: p
     assert (calls[0]["project"], calls[0]["entity"], calls[0]["name"]) == ("p", "team", "n")
     assert calls[0]["config"]["optim"]["lr"] == 1e-3
     lines = read_metrics(tmp_path)
-    assert [(step, values["lm_loss"]) for step, values in calls[1:-1]] == [(n["iteration"], n["lm_loss"]) for n in lines]
+    assert [(step, values["lm_loss"]) for step, values in calls[1:-1]] == [
+        (n["iteration"], n["lm_loss"]) for n in lines
+    ]
     assert calls[-1] == "finished"
 
 
@@ -312,6 +340,7 @@ def test_numbers_that_json_does_not_have_become_null() -> None:
         ("--profile-ranks x", "log.profile_ranks (--profile-ranks) takes whole numbers, got 'x'"),
         ("--schedule-from me", "must be one of command, checkpoint, both, got 'me'"),
         ("--max-nonfinite-steps 0", "guard.max_bad_steps (--max-nonfinite-steps) must be >= 1"),
+        ("--spike-window 4", "guard.spike_window (--spike-window) must be >= 16"),
         ("--finetune", "give checkpoint.load (--load)"),
     ],
 )

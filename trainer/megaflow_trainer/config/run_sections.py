@@ -103,7 +103,8 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         raise_faults(
-            at_least("guard", 1, max_bad_steps=self.max_bad_steps, spike_window=self.spike_window)
+            at_least("guard", 1, max_bad_steps=self.max_bad_steps)
+            + at_least("guard", 16, spike_window=self.spike_window)
             + at_least("guard", 0, spike_threshold=self.spike_threshold, exit_minutes=self.exit_minutes)
             + at_least("guard", 1, exit_every=self.exit_every)
             + at_least("guard", 0, hang_s=self.hang_s, straggler_ratio=self.straggler_ratio)
