@@ -303,7 +303,7 @@ def test_a_preset_changes_the_model_and_a_backend_the_kernel() -> None:
 
 @pytest.mark.parametrize("name", WATCH)
 def test_a_flag_of_what_watches_over_the_run(name: str) -> None:
-    compare(name, WATCH[name], see_config)
+    compare(name, WATCH[name], configure)
 
 
 @pytest.mark.parametrize("name", SAVED)
