@@ -158,7 +158,9 @@ def save_shards(mesh: Mesh, root: str) -> None:
 def load_columns(mesh: Mesh, root: str) -> list[list[float]]:
     """Each rank asks for half of the columns of what was saved by rows."""
     assert mesh.device_mesh is not None
-    target = DTensor.from_local(torch.zeros(6, 2 + (mesh.rank == 0)), mesh.device_mesh, [Shard(1)], shape=(6, 5), stride=(5, 1))
+    target = DTensor.from_local(
+        torch.zeros(6, 2 + (mesh.rank == 0)), mesh.device_mesh, [Shard(1)], shape=(6, 5), stride=(5, 1)
+    )
     dcp.load_tensors({"model/rows": target}, Path(root) / "iter_0000001", mesh.dp_group)
     return target.to_local().tolist()
 

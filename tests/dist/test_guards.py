@@ -24,7 +24,9 @@ BAD_RANK, BAD_STEP = 1, 3
 BAD_SAMPLE = 8 * (BAD_STEP - 1) + 2  # the first of the second micro-batch of the step: rank 1's
 
 
-def train_with(mesh: Mesh, prefix: str, flags: list[str], first: int, last: int, kind: str) -> tuple[int | str, list[float]]:
+def train_with(
+    mesh: Mesh, prefix: str, flags: list[str], first: int, last: int, kind: str
+) -> tuple[int | str, list[float]]:
     """Train while rank 1 meets a bad sample in the steps from `first` to `last`; the weights' sums at the end."""
     keep, counts = step_module.sum_losses, [0]
 
@@ -114,7 +116,9 @@ def test_too_many_bad_steps_in_a_row_end_all_ranks_alike(two_ranks: RankPool, tm
     flags = [*LENGTH, "--run-dir", str(tmp_path / "run"), "--max-nonfinite-steps", "2"]
     (first, _), (second, _) = two_ranks.run(train_with, prefix, flags, 3, 9, "nan")
     assert first == second
-    assert str(first).startswith("DivergedError: loss or gradient were not finite in 2 iterations in a row, up to iteration 4")
+    assert str(first).startswith(
+        "DivergedError: loss or gradient were not finite in 2 iterations in a row, up to iteration 4"
+    )
     assert [event["in_a_row"] for event in read_metrics(tmp_path / "run", "event")] == [1, 2]
 
 

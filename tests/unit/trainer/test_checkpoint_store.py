@@ -307,6 +307,16 @@ def test_old_checkpoints_are_removed_when_a_new_one_is_published(
     assert find_step(tmp_path) == 6
 
 
+def test_a_run_that_went_on_from_an_earlier_step_keeps_what_it_saves(tmp_path: Path) -> None:
+    for step in (3, 6, 9):
+        write(tmp_path, step)
+    saver = Saver(tmp_path, None, keeping=store.Keeping(last=1))
+    saver.start(4, TENSORS, {})
+    saver.finish()
+    assert sorted(store.count_iterations(path) for path in tmp_path.glob("iter_*")) == [4, 6, 9]
+    assert find_step(tmp_path) == 4
+
+
 def test_the_last_checkpoint_is_there_before_an_older_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

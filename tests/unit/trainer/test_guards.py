@@ -17,12 +17,15 @@ import torch.distributed as dist
 
 from helpers.pairs import write_pair
 from helpers.runs import TINY, read_metrics, run_tiny
+from megaflow import GPTDataset, IndexedDataset
+from megaflow.blend import BlendedDataset
 from megaflow.errors import ConfigError, MegaflowError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.exit_codes import DIVERGED, FAULT, HUNG, MEANINGS, OUT_OF_MEMORY, RANK_LOST
 from megaflow_trainer.training import build as build_module
 from megaflow_trainer.training import step as step_module
 from megaflow_trainer.training.clock import FORWARD, Clock
+from megaflow_trainer.training.documents import Documents, describe_documents
 from megaflow_trainer.training.guards import DivergedError
 from megaflow_trainer.training.launch import find_code
 from megaflow_trainer.training.oom import ShortageError, is_out_of_memory
@@ -348,3 +351,19 @@ def test_wrong_settings_are_said(flags: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_command([*TINY, *LENGTH, "--data-path", "x", *flags.split()], world_size=1)
     assert words in str(caught.value)
+
+
+def test_samples_of_a_blend_name_the_pair_and_its_documents(tmp_path: Path) -> None:
+    parts = [
+        GPTDataset(IndexedDataset(write_pair(tmp_path / name, num_documents=count)), seq_len=16, num_samples=40, seed=3)
+        for name, count in (("a", 20), ("b", 30))
+    ]
+    blend = BlendedDataset(parts, [0.5, 0.5], num_samples=40)
+    documents = Documents(blend)
+    for sample in range(40):
+        number, place = blend.locate(sample)
+        found = documents.name(sample)
+        assert {item["pair"] for item in found} == {str(tmp_path / "ab"[number])}
+        assert sorted(item["document"] for item in found) == sorted({piece[0] for piece in parts[number].pieces(place)})
+    assert describe_documents([{"pair": "/x/a", "document": 3, "origin": None}]) == "document 3 of a"
+    assert Documents(object()).name(3) == []

@@ -137,17 +137,21 @@ def publish(
     _write_text(root / f"{POINTER}{_ASIDE}", f"{step}\n")
     (root / f"{POINTER}{_ASIDE}").rename(root / POINTER)
     _flush_folder(root)
-    for path in list_superfluous(root, keeping):
+    for path in list_superfluous(root, step, keeping):
         _remove(path)
     return final
 
 
-def list_superfluous(root: Path, keeping: Keeping) -> list[Path]:
-    """The checkpoints that need not be kept, oldest first."""
+def list_superfluous(root: Path, step: int, keeping: Keeping) -> list[Path]:
+    """The checkpoints before that of `step` that need not be kept, oldest first.
+
+    Later ones, which a run that went on from an earlier one leaves, are left alone.
+    """
     if keeping.last == 0:
         return []
-    complete = sorted((path for path in _list_folders(root) if (path / STATE).is_file()), key=count_iterations)
-    rest = complete[: -keeping.last]
+    complete = [path for path in _list_folders(root) if (path / STATE).is_file() and count_iterations(path) < step]
+    complete.sort(key=count_iterations)
+    rest = complete[: len(complete) - (keeping.last - 1)] if keeping.last <= len(complete) else []
     return [path for path in rest if keeping.every == 0 or count_iterations(path) % keeping.every]
 
 

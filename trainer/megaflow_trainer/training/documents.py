@@ -14,7 +14,7 @@ from megaflow.provenance import origin_of
 
 
 class Documents:
-    """Names the documents of samples of one dataset.
+    """Names the documents of samples of one dataset, or of a blend of several.
 
     Args:
         dataset: what the loader reads; one that cannot say where a sample comes from gives samples without documents.
@@ -22,22 +22,27 @@ class Documents:
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self._sidecar: dict[str, Any] | None = None
-        self._is_read = False
+        self._sidecars: dict[str, dict[str, Any] | None] = {}
 
     def name(self, sample: int) -> list[dict[str, Any]]:
-        """The documents of a sample in their order: number in the pair, and where it came from if the sidecar tells."""
-        if not (hasattr(self.dataset, "pieces") and hasattr(self.dataset, "indexed")):
+        """The documents of a sample in their order: pair, number in it, and where it came from if the sidecar tells."""
+        dataset = self.dataset
+        while hasattr(dataset, "locate"):  # a blend
+            number, sample = dataset.locate(sample)
+            dataset = dataset.datasets[number]
+        if not (hasattr(dataset, "pieces") and hasattr(dataset, "indexed")):
             return []
-        bounds = np.asarray(self.dataset.indexed.document_boundaries)
-        sequences = [piece[0] for piece in self.dataset.pieces(sample)]
+        prefix = str(dataset.indexed.prefix)
+        bounds = np.asarray(dataset.indexed.document_boundaries)
+        sequences = [piece[0] for piece in dataset.pieces(sample)]
         numbers = dict.fromkeys(int(n) for n in np.searchsorted(bounds, sequences, side="right") - 1)
-        return [{"document": number, "origin": self._find_origin(number)} for number in numbers]
+        return [{"pair": prefix, "document": n, "origin": self._find_origin(prefix, n)} for n in numbers]
 
-    def _find_origin(self, document: int) -> str | None:
-        if not self._is_read:
-            self._sidecar, self._is_read = _read_sidecar(str(self.dataset.indexed.prefix)), True
-        origin = origin_of(self._sidecar, document) if self._sidecar else None
+    def _find_origin(self, prefix: str, document: int) -> str | None:
+        if prefix not in self._sidecars:
+            self._sidecars[prefix] = _read_sidecar(prefix)
+        sidecar = self._sidecars[prefix]
+        origin = origin_of(sidecar, document) if sidecar else None
         return None if origin is None else str(origin)
 
 
@@ -48,8 +53,6 @@ def _read_sidecar(prefix: str) -> dict[str, Any] | None:
         return None  # its faults were told when the data were opened
 
 
-def describe_documents(found: Sequence[dict[str, Any]], prefix: str | None) -> str:
+def describe_documents(found: Sequence[dict[str, Any]]) -> str:
     """Some documents in words."""
-    names = [item["origin"] or f"document {item['document']}" for item in found]
-    where = "" if prefix is None or any(item["origin"] for item in found) else f" of {Path(prefix).name}"
-    return ", ".join(names) + where
+    return ", ".join(item["origin"] or f"document {item['document']} of {Path(item['pair']).name}" for item in found)

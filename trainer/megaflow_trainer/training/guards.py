@@ -119,9 +119,8 @@ class Guard:
 
     def _describe(self, what: str, some: list[dict[str, Any]], other: str, every: list[dict[str, Any]]) -> str:
         shown = some or every
-        prefix = getattr(getattr(self.documents.dataset, "indexed", None), "prefix", None)
         names = [
-            f"{item['sample']}" + (f" ({describe_documents(item['documents'], prefix)})" if item["documents"] else "")
+            f"{item['sample']}" + (f" ({describe_documents(item['documents'])})" if item["documents"] else "")
             for item in shown[:_SHOWN]
         ]
         rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -23,7 +22,6 @@ from megaflow_trainer.config.exit_codes import RANK_LOST
 POLL_S = 0.5
 PATIENCE_S = 5.0
 """How long a rank may still take to end by itself after another one died: it may have more to say."""
-_MEET = timedelta(seconds=60)
 
 
 class PeerWatch:
@@ -101,7 +99,9 @@ class PeerWatch:
         own = f"{socket.gethostname()} {os.getpid()} {_read_birth(os.getpid())}"
         self.store.set(f"who/{self.rank}", own)
         keys = [f"who/{rank}" for rank in range(self.world_size)]
-        self.store.wait(keys, _MEET)
+        while not self.store.check(keys):  # never a waiting call: it would keep the other threads from the store
+            if self._over.wait(POLL_S):
+                return
         for rank, key in enumerate(keys):
             host, process, born = self.store.get(key).decode().split()
             if rank != self.rank and host == socket.gethostname():
