@@ -264,7 +264,7 @@ def test_when_one_rank_dies_all_end_soon_and_not_with_success(prefix: str, tmp_p
     began = time.monotonic()
     process.communicate(timeout=WAIT_S)
     assert process.returncode != 0
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 120  # seconds on a machine that is not busy: POLL_S + PATIENCE_S of peers.py
     assert not any(is_running(rank) for rank in ranks)
 
 
