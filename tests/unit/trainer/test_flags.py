@@ -393,7 +393,8 @@ def test_data_flags_that_name_other_data_or_load_weights(
     assert observe(prefix, tmp_path / "a", f"--data-path {other}", capsys)["curve"] != plain["curve"]
     begun = observe(prefix, tmp_path / "b", f"--init-from {tmp_path}/ckpt", capsys)
     assert begun["curve"][0][1] != plain["curve"][0][1]
-    resumed = observe(prefix, tmp_path / "c", f"--load {tmp_path}/ckpt --train-iters 6", capsys)
+    longer = "--train-iters 6 --override-opt_param-scheduler"
+    resumed = observe(prefix, tmp_path / "c", f"--load {tmp_path}/ckpt {longer}", capsys)
     assert [line[0] for line in resumed["curve"]] == [5, 6]
     with pytest.raises(MegaflowError, match="--grow keeps"):
         observe(prefix, tmp_path / "d", f"--num-layers 3 --init-from {tmp_path}/ckpt", capsys)
