@@ -131,7 +131,7 @@ def test_with_the_checkpoints_schedule_the_command_lines_is_ignored(
     prefix: str, straight: Path, tmp_path: Path
 ) -> None:
     copy_last(straight, tmp_path)
-    longer = ["--train-iters", "25", *FLAGS[2:], *OTHER, "--use-checkpoint-opt_param-scheduler"]
+    longer = ["--train-iters", "28", *FLAGS[2:], *OTHER, "--use-checkpoint-opt_param-scheduler"]
     run_tiny(prefix, [*longer, "--save", str(tmp_path)])
     assert read_all(tmp_path)[:10] == read_all(straight)[10:]
     beyond = [line[4] for line in read_all(tmp_path) if line[6] >= STEPS * 4]  # samples of the checkpoint's decay
