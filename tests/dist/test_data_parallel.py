@@ -24,9 +24,9 @@ from megaflow_trainer.parallel import data as data_parallel
 from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.seed import seed_dropout
+from megaflow_trainer.training.build import build_model
 from megaflow_trainer.training.clock import Clock
 from megaflow_trainer.training.feed import Feed
-from megaflow_trainer.training.build import build_model
 from megaflow_trainer.training.step import train_step
 from megaflow_trainer.training.stop import Stop, StopVote
 
