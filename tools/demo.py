@@ -35,9 +35,10 @@ EXACT = "--hidden-dropout 0 --attention-dropout 0"
 """Each process drops activations of its own; without dropout one and two processes train alike."""
 CADENCE = "--log-interval 1 --eval-interval 30 --eval-iters 2 --split 949,50,1"
 PHASES = {
-    "data_wait_s": "data wait (loader-bound)",
-    "compute_s": "compute: forward and backward",
-    "communication_s": "communication",
+    "loader_bound_s": "loader-bound: waiting for data",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "communication_s": "communication (exposed)",
     "optimizer_s": "optimizer",
     "other_s": "other",
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,11 @@ from megaflow_trainer.parallel import data as data_parallel
 from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.seed import seed_dropout
+from megaflow_trainer.training.build import build_model
 from megaflow_trainer.training.clock import Clock
 from megaflow_trainer.training.feed import Feed
-from megaflow_trainer.training.run import build_model
 from megaflow_trainer.training.step import train_step
-from megaflow_trainer.training.stop import StopVote
+from megaflow_trainer.training.stop import Stop, StopVote
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
@@ -39,6 +41,7 @@ class Batch:
 
     tokens: np.ndarray
     labels: np.ndarray
+    sample_ids: np.ndarray
 
 
 class ListLoader:
@@ -54,7 +57,7 @@ class ListLoader:
         first = self.position + self.mesh.dp_rank * self.size
         self.position += self.size * self.mesh.dp_size
         own = self.samples[first : first + self.size]
-        return Batch(own[:, :-1], own[:, 1:])
+        return Batch(own[:, :-1], own[:, 1:], np.arange(first, first + self.size))
 
 
 def make_config(mesh_size: int, micro: int, *flags: str) -> TrainConfig:
@@ -176,19 +179,27 @@ def test_an_error_of_the_first_rank_is_raised_on_all(two_ranks: RankPool) -> Non
     assert two_ranks.run(fail_on_first) == ["disk full", "disk full"]
 
 
-def vote(mesh: Mesh, asked_rank: int) -> list[bool]:
-    with StopVote(mesh) as stop:
+def vote(mesh: Mesh, asked_rank: int, reason: str) -> list[Stop]:
+    now = [0.0]
+    deadline_s = 10.0 if reason == "time" and mesh.rank == asked_rank else None
+    with StopVote(mesh, deadline_s=deadline_s, now=lambda: now[0]) as stop:
         answers = []
         for step in range(4):
-            stop.is_asked = stop.is_asked or (step == 1 and mesh.rank == asked_rank)
-            answers.append(stop.is_agreed())
+            if step == 1:
+                now[0] = 11.0
+                if mesh.rank == asked_rank and reason == "signal":
+                    os.kill(os.getpid(), signal.SIGUSR1)
+            answers.append(stop.is_agreed(has_fault=step >= 1 and mesh.rank == asked_rank and reason == "fault"))
         return answers
 
 
 @pytest.mark.parametrize("asked_rank", [0, 1])
-def test_a_signal_on_one_rank_stops_all_after_the_same_step(two_ranks: RankPool, asked_rank: int) -> None:
-    first, second = two_ranks.run(vote, asked_rank)
-    assert first == second == [False, False, True, True]
+@pytest.mark.parametrize("reason, stop", [("signal", Stop.SIGNAL), ("time", Stop.OUT_OF_TIME), ("fault", Stop.FAULT)])
+def test_a_reason_on_one_rank_stops_all_after_the_same_step(
+    two_ranks: RankPool, asked_rank: int, reason: str, stop: Stop
+) -> None:
+    first, second = two_ranks.run(vote, asked_rank, reason)
+    assert first == second == [Stop.NO, Stop.NO, stop, stop]
 
 
 def gather_ranks(mesh: Mesh) -> list[int]:
@@ -287,11 +298,11 @@ def test_ranks_pass_over_the_same_damaged_step_and_refuse_alike(two_ranks: RankP
     flags = [*LENGTH, "--save-interval", "3", "--save", str(root)]
     two_ranks.run(train_on_ranks, prefix, flags)
     curve = read_curve(root)
-    flip_byte(root / "iter_0000006" / "model.safetensors")
+    flip_byte(root / "iter_0000006" / "part_00001.safetensors")
     assert two_ranks.run(try_to_train, prefix, flags) == ["trained", "trained"]
     assert read_curve(root) == curve
     for step in (3, 6):
-        flip_byte(root / f"iter_{step:07d}" / "model.safetensors")
+        flip_byte(root / f"iter_{step:07d}" / "part_00000.safetensors")
     first, second = two_ranks.run(try_to_train, prefix, flags)
     assert first == second
     assert "none of its checkpoints can be loaded" in first

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
+from megaflow_trainer.checkpoint.dcp import read_tensors as read_saved
 from megaflow_trainer.config import read_command
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
 from megaflow_trainer.training.run import train
@@ -47,10 +47,5 @@ def read_curve(folder: Path) -> list[tuple[int, float, float, float, int]]:
 
 
 def read_tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, by file and name."""
-    root = folder / f"iter_{step:07d}"
-    return {
-        f"{path.stem}/{name}": tensor
-        for path in sorted(root.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
+    """Every tensor of a checkpoint, by kind and name: model/..., optimizer/..., rng/..."""
+    return read_saved(folder / f"iter_{step:07d}", "")

@@ -60,7 +60,14 @@ def test_a_python_without_sources_is_told_so_and_leaves_no_file(tmp_path: Path, 
 
 def steps(losses: list[float]) -> list[dict[str, float]]:
     """Rows of a run's metrics with these losses."""
-    parts = {"data_wait_s": 0.01, "compute_s": 0.8, "communication_s": 0.0, "optimizer_s": 0.15, "other_s": 0.04}
+    parts = {
+        "loader_bound_s": 0.01,
+        "forward_s": 0.3,
+        "backward_s": 0.5,
+        "communication_s": 0.0,
+        "optimizer_s": 0.15,
+        "other_s": 0.04,
+    }
     return [{"lm_loss": loss, "step_time_s": 1.0, "tokens_per_s_per_gpu": 2048.0, **parts} for loss in losses]
 
 
@@ -70,7 +77,7 @@ def test_the_report_shows_losses_and_where_the_time_went(capsys: pytest.CaptureF
     assert "10.8000 at the first step" in shown
     assert "7.0000 as the mean of the last 10 of 31 steps: 3.8000 nats lower" in shown
     assert "1000.0 ms a step" in shown
-    assert "1.00%      10.00 ms  data wait (loader-bound)" in shown
+    assert "1.00%      10.00 ms  loader-bound: waiting for data" in shown
     assert "what to try next" in shown
 
 

@@ -12,6 +12,7 @@ from helpers.runs import TINY, run_tiny
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.checks import Device, check_device
+from megaflow_trainer.training import build as build_module
 from megaflow_trainer.training import run as run_module
 from megaflow_trainer.training.preflight import refuse_device
 
@@ -52,7 +53,7 @@ def test_the_device_is_asked_before_data_are_opened_or_a_model_is_built(
     def forbidden(*args: object) -> None:
         raise AssertionError("too late")
 
-    monkeypatch.setattr(run_module, "build_model", forbidden)
+    monkeypatch.setattr(build_module, "build_model", forbidden)
     monkeypatch.setattr(run_module, "open_data", forbidden)
     with pytest.raises(ConfigError, match=r"fp8 \(--fp8-hybrid\) needs a GPU, and this run is on cpu"):
         run_tiny(write_pair(tmp_path / "d"), ["--train-iters", "1", "--bf16", "--fp8-hybrid"])

@@ -18,8 +18,8 @@ from megaflow_trainer.config import TrainConfig, read_command
 from megaflow_trainer.config.flags import FLAGS
 from megaflow_trainer.optim.schedule import build_planner
 from megaflow_trainer.parallel.saved import SavedActivations
+from megaflow_trainer.training.build import build_model, build_optimizer
 from megaflow_trainer.training.preflight import refuse_device
-from megaflow_trainer.training.run import build_model, build_optimizer
 
 STEPS = 8
 YARN = "--position-embedding-type rope --rotary-scaling yarn --rotary-scaling-factor 4"
@@ -246,9 +246,40 @@ DATA_FLAGS = (
 )
 """Flags that test_data_flags.py observes."""
 
+WATCH: dict[str, str | tuple[str, str]] = {
+    "--async-save": ("--no-async-save", "--async-save"),
+    "--no-async-save": "--no-async-save",
+    "--keep-last": "--keep-last 2",
+    "--keep-every": "--keep-every 3",
+    "--finetune": ("--load x", "--load x --finetune"),
+    "--no-load-optim": "--no-load-optim",
+    "--no-load-rng": "--no-load-rng",
+    "--schedule-from": "--schedule-from command",
+    "--override-opt_param-scheduler": "--override-opt_param-scheduler",
+    "--override-opt-param-scheduler": "--override-opt-param-scheduler",
+    "--use-checkpoint-opt_param-scheduler": "--use-checkpoint-opt_param-scheduler",
+    "--use-checkpoint-opt-param-scheduler": "--use-checkpoint-opt-param-scheduler",
+    "--tensorboard-dir": "--tensorboard-dir x",
+    "--wandb-project": "--wandb-project x",
+    "--wandb-entity": "--wandb-entity x",
+    "--wandb-exp-name": "--wandb-exp-name x",
+    "--profile": "--profile",
+    "--profile-step-start": "--profile-step-start 3",
+    "--profile-step-end": "--profile-step-end 30",
+    "--profile-ranks": "--profile-ranks 0 1",
+    "--max-nonfinite-steps": "--max-nonfinite-steps 9",
+    "--spike-threshold": "--spike-threshold 4",
+    "--spike-window": "--spike-window 32",
+    "--exit-duration-in-mins": "--exit-duration-in-mins 5",
+    "--exit-interval": "--exit-interval 5",
+    "--hang-timeout": "--hang-timeout 60",
+    "--straggler-ratio": "--straggler-ratio 2",
+}
+"""Flags of checkpoints, sinks and guards: what they do is in test_resume.py and test_guards.py."""
+
 
 def test_every_flag_is_in_one_of_the_tables() -> None:
-    tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, SEEN, OWN_TEST, DATA_FLAGS]
+    tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, SEEN, OWN_TEST, DATA_FLAGS, WATCH]
     assert sorted(name for table in tables for name in table) == sorted(flag.name for flag in FLAGS)
 
 
@@ -275,6 +306,11 @@ def test_a_preset_changes_the_model_and_a_backend_the_kernel() -> None:
     assert (shape.num_layers, shape.hidden_dim) == (2, 32)  # those that other flags give
     kernel = build_model(configure("--attention-backend math"), one_rank()).module.blocks[0].attention.core  # type: ignore[index,union-attr]
     assert kernel.__name__ == "attend_math"
+
+
+@pytest.mark.parametrize("name", WATCH)
+def test_a_flag_of_what_watches_over_the_run(name: str) -> None:
+    compare(name, WATCH[name], configure)
 
 
 @pytest.mark.parametrize("name", SAVED)
@@ -364,7 +400,8 @@ def test_data_flags_that_name_other_data_or_load_weights(
     assert observe(prefix, tmp_path / "a", f"--data-path {other}", capsys)["curve"] != plain["curve"]
     begun = observe(prefix, tmp_path / "b", f"--init-from {tmp_path}/ckpt", capsys)
     assert begun["curve"][0][1] != plain["curve"][0][1]
-    resumed = observe(prefix, tmp_path / "c", f"--load {tmp_path}/ckpt --train-iters 6", capsys)
+    longer = "--train-iters 6 --override-opt_param-scheduler"
+    resumed = observe(prefix, tmp_path / "c", f"--load {tmp_path}/ckpt {longer}", capsys)
     assert [line[0] for line in resumed["curve"]] == [5, 6]
     with pytest.raises(MegaflowError, match="--grow keeps"):
         observe(prefix, tmp_path / "d", f"--num-layers 3 --init-from {tmp_path}/ckpt", capsys)

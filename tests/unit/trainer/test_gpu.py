@@ -13,6 +13,8 @@ import torch
 from helpers.pairs import write_pair
 from helpers.runs import read_curve, read_metrics, read_tensors, run_tiny
 from helpers.saved import count_saved_bytes
+from megaflow_trainer.checkpoint import dcp, store
+from megaflow_trainer.checkpoint.saver import Saver
 from megaflow_trainer.config.activations import GPU, count_activation_bytes
 from megaflow_trainer.config.sections import ModelConfig, RecomputeConfig
 from megaflow_trainer.model.gpt import build_gpt
@@ -21,7 +23,8 @@ from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import attend_flash, attend_math
 from megaflow_trainer.parallel.apply import parallelize
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
-from megaflow_trainer.training.clock import COMPUTE, DATA_WAIT, Clock
+from megaflow_trainer.training import step as step_module
+from megaflow_trainer.training.clock import FORWARD, H2D, HOST_WAIT, LOADER_BOUND, PHASES, Clock
 from megaflow_trainer.training.feed import Feed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
@@ -43,7 +46,7 @@ class PausingLoader:
         rows = np.arange(10).reshape(2, 5)
 
         class Batch:
-            tokens, labels = rows[:, :-1], rows[:, 1:]
+            tokens, labels, sample_ids = rows[:, :-1], rows[:, 1:], np.arange(2)
 
         return Batch
 
@@ -54,27 +57,98 @@ def measure(pause_s: float, num_products: int) -> dict[str, float]:
     clock = Clock(device)
     feed = Feed(PausingLoader(pause_s), device, clock, vocab_size=10, eod_id=None)  # type: ignore[arg-type]
     matrix = torch.randn(4096, 4096, device=device)
-    for _ in range(2):
-        clock.collect()
-        for _ in range(10):
-            feed.next()
-            with clock.phase(COMPUTE):
-                for _ in range(num_products):
-                    matrix @ matrix
-        _, seconds = clock.collect()
-    return seconds
+    steps = []
+    for _ in range(12):
+        feed.next()
+        with clock.phase(FORWARD):
+            for _ in range(num_products):
+                matrix @ matrix
+        steps.append(clock.end_step())  # nothing waits here
+    found = [times.read() for times in steps][2:]
+    total = {name: sum(seconds[name] for _, seconds in found) for name in found[0][1]}
+    return {**total, "step": sum(step_s for step_s, _ in found)}
 
 
-def test_a_slow_source_is_data_wait() -> None:
+def test_a_slow_source_is_loader_bound_and_nowhere_else() -> None:
     seconds = measure(0.02, 1)
-    assert seconds[DATA_WAIT] > 0.12
+    assert seconds[LOADER_BOUND] > 0.12
+    assert seconds[HOST_WAIT] > 0.19
+    assert sum(seconds[name] for name in PHASES) > 0.97 * seconds["step"]
+    assert seconds[FORWARD] < 0.3 * seconds["step"]
 
 
-def test_a_slow_source_hidden_behind_compute_is_none() -> None:
+def test_the_same_source_hidden_behind_compute_is_no_loader_bound_time() -> None:
     seconds = measure(0.005, 40)
-    assert seconds["host_wait"] > 0.05
-    assert seconds[DATA_WAIT] < 0.008  # the first step's only: reading the log left the device with nothing to do
-    assert seconds[COMPUTE] > 0.1
+    assert seconds[HOST_WAIT] > 0.045
+    assert seconds[LOADER_BOUND] < 1e-3 * seconds["step"]
+    assert seconds[FORWARD] > 0.97 * seconds["step"]
+    assert 0 < seconds[H2D] < seconds["step"]
+
+
+BIG = ["--num-layers", "8", "--hidden-size", "512", "--num-attention-heads", "8", "--seq-length", "512", "--bf16"]
+
+
+def test_measured_phases_are_97_percent_of_a_step(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "toy", num_documents=400, document_tokens=600)
+    flags = [
+        "--train-iters",
+        "30",
+        "--global-batch-size",
+        "32",
+        "--micro-batch-size",
+        "16",
+        "--log-interval",
+        "10",
+        *BIG,
+    ]
+    run_tiny(prefix, [*flags, "--run-dir", str(tmp_path / "run")], one_gpu())
+    for line in read_metrics(tmp_path / "run")[1:]:
+        assert sum(line[f"{name}_s"] for name in PHASES) >= 0.97 * line["step_time_s"]
+        assert line["loader_bound_s"] <= 1e-3 * line["step_time_s"]
+        assert line["memory_peak_bytes"] > line["memory_weights_bytes"] + line["memory_optimizer_bytes"]
+
+
+def test_a_step_waits_for_nothing_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is never synchronised as a whole, and a bad step is skipped without asking it."""
+    waits: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append("device"))
+    keep, counts = step_module.sum_losses, [0]
+
+    def spoil(model: Any, batch: Any) -> Any:
+        loss, by_sample = keep(model, batch)
+        counts[0] += 1
+        return (loss * torch.nan, by_sample * torch.nan) if counts[0] == 5 else (loss, by_sample)
+
+    monkeypatch.setattr(step_module, "sum_losses", spoil)
+    run_tiny(write_pair(tmp_path / "toy"), [*LENGTH, "--run-dir", str(tmp_path / "run")], one_gpu())
+    assert waits == []
+    lines = read_metrics(tmp_path / "run")
+    assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 0, 0, 0, 0, 0]
+    norms = [line["param_norm"] for line in lines]
+    assert norms[2] == norms[1] != norms[3]
+    (event,) = read_metrics(tmp_path / "run", "event")
+    assert (event["iteration"], event["kind"]) == (3, "loss")
+    assert sum(item["loss"] is None for item in event["samples"]) == 4
+
+
+def test_a_checkpoint_holds_what_was_there_when_it_was_asked_for(tmp_path: Path) -> None:
+    weight = torch.ones(1 << 24, device="cuda")
+    saver = Saver(tmp_path, None)
+    for step in (1, 2):  # the second time the pinned memory of the first is used again
+        weight.fill_(float(step))
+        saver.start(step, {"model/w": weight}, {})
+        weight.zero_()
+        saver.finish()
+        found = dcp.read_tensors(store.name_folder(tmp_path, step), "model/")["w"]
+        assert (found.min().item(), found.max().item()) == (step, step)
+
+
+def test_a_profile_shows_the_kernels(tmp_path: Path) -> None:
+    flags = [*LENGTH, "--profile", "--profile-step-start", "5", "--profile-step-end", "6", "--run-dir", str(tmp_path)]
+    run_tiny(write_pair(tmp_path / "toy"), flags, one_gpu())
+    table = (tmp_path / "profile" / "rank_0_to_6.txt").read_text()
+    assert "no kernel ran for " in table
+    assert "phase" in table
 
 
 def test_flash_attention_equals_attention_written_out() -> None:

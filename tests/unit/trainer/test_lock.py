@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -86,20 +88,37 @@ def test_a_file_system_without_locks_is_no_fault(tmp_path: Path, monkeypatch: py
 
 
 def test_a_process_that_no_launcher_started_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("asked the system")
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a thread is started")
 
-    monkeypatch.setattr("ctypes.CDLL", fail)
+    monkeypatch.setattr(threading, "Thread", fail)
     end_with_launcher({})
     end_with_launcher({"LOCAL_RANK": "0"})
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a wish to the Linux kernel")
-def test_a_rank_whose_launcher_went_before_its_wish_ends_at_once() -> None:
-    code = (
-        "import os; from megaflow_trainer.training import orphan\n"
-        "parents = iter([1, 2]); os.getppid = lambda: next(parents)\n"
-        "orphan.end_with_launcher({'LOCAL_RANK': '0', 'TORCHELASTIC_RUN_ID': 'x'})"
-    )
+ORPHAN = """
+import os, signal, time
+from megaflow_trainer.training import orphan
+parents = iter([1, 2])
+os.getppid = lambda: next(parents)
+{handler}
+orphan.end_with_launcher({{'LOCAL_RANK': '0', 'TORCHELASTIC_RUN_ID': 'x'}}, grace_s=0.1)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "handler, code",
+    [("", -signal.SIGTERM), ("signal.signal(signal.SIGTERM, lambda *_: None)", -signal.SIGKILL)],
+    ids=["before training", "waiting for a peer for ever"],
+)
+def test_a_rank_whose_launcher_is_gone_is_asked_to_stop_and_then_killed(handler: str, code: int) -> None:
     environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == -9
+    command = [sys.executable, "-c", ORPHAN.format(handler=handler)]
+    assert subprocess.run(command, env=environment, check=False).returncode == code
+
+
+def test_a_rank_that_stops_when_asked_ends_with_its_own_code() -> None:
+    environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    code = ORPHAN.format(handler="signal.signal(signal.SIGTERM, lambda *_: os._exit(75))").replace("0.1", "60")
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 75

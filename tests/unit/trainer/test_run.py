@@ -22,11 +22,13 @@ from megaflow.errors import (
     MissingFileError,
     TokenizerError,
 )
+from megaflow_trainer.training import build as build_module
 from megaflow_trainer.training import run as run_module
 from megaflow_trainer.training.clock import PHASES
 
 STEPS = 6
 PAUSE_S = 0.5
+PART = "part_00000.safetensors"
 LENGTH = ("--train-iters", str(STEPS), "--global-batch-size", "4", "--micro-batch-size", "2")
 DROPOUT = ("--hidden-dropout", "0.2", "--attention-dropout", "0.2", "--eod-mask-loss")
 
@@ -108,7 +110,7 @@ def test_a_changed_vocabulary_names_tensor_and_both_shapes(prefix: str, tmp_path
 
 def test_another_precision_goes_on_from_the_full_weights(prefix: str, tmp_path: Path) -> None:
     run_tiny(prefix, [*LENGTH, "--save", str(tmp_path), "--bf16"])
-    longer = ["--train-iters", "8", *LENGTH[2:]]
+    longer = ["--train-iters", "8", *LENGTH[2:], "--override-opt_param-scheduler"]
     assert run_tiny(prefix, [*longer, "--save", str(tmp_path)]) == 0
     assert read_tensors(tmp_path, 8)["model/embedding.weight"].dtype == torch.float32
     assert read_curve(tmp_path)[-1][1] < read_curve(tmp_path)[0][1]
@@ -172,7 +174,7 @@ def test_the_tiny_recipe_runs(prefix: str, tmp_path: Path) -> None:
 
 def test_the_manifest_records_every_start(prefix: str, tmp_path: Path) -> None:
     run_tiny(prefix, ["--train-iters", "3", *LENGTH[2:], "--save", str(tmp_path)])
-    run_tiny(prefix, [*LENGTH, "--save", str(tmp_path)])
+    run_tiny(prefix, [*LENGTH, "--override-opt_param-scheduler", "--save", str(tmp_path)])
     starts = json.loads((tmp_path / "run.json").read_text())["starts"]
     assert [start["from_iteration"] for start in starts] == [0, 3]
     assert starts[1]["config"]["num_steps"] == STEPS
@@ -233,8 +235,9 @@ def test_another_tokenizer_than_the_datas_is_refused_before_the_model_is_built(t
 
 def test_other_data_than_the_checkpoints_are_refused(prefix: str, tmp_path: Path) -> None:
     run_tiny(prefix, [*LENGTH, "--save", str(tmp_path)])
+    longer = ["--train-iters", "8", *LENGTH[2:], "--override-opt_param-scheduler"]
     with pytest.raises(CheckpointError, match="seed was 1234 and is 7"):
-        run_tiny(prefix, ["--train-iters", "8", *LENGTH[2:], "--save", str(tmp_path), "--seed", "7"])
+        run_tiny(prefix, [*longer, "--save", str(tmp_path), "--seed", "7"])
 
 
 def test_a_corpus_too_small_for_a_valid_part_trains_without_validation(
@@ -248,6 +251,7 @@ def test_a_corpus_too_small_for_a_valid_part_trains_without_validation(
 def test_a_changed_batch_goes_on_at_the_same_sample(prefix: str, tmp_path: Path) -> None:
     run_tiny(prefix, [*LENGTH, "--save", str(tmp_path)])
     wider = ["--train-iters", "8", "--global-batch-size", "8", "--lr-decay-samples", "100"]
+    wider = [*wider, "--override-opt_param-scheduler"]
     run_tiny(prefix, [*wider, "--save", str(tmp_path)])
     assert [line[4] for line in read_curve(tmp_path)[-2:]] == [32, 40]
     assert read_curve(tmp_path)[-1][3] == pytest.approx(1e-3 * (1 - 40 / 100))
@@ -271,10 +275,10 @@ def test_a_damaged_step_is_told_and_the_one_before_is_taken(
     flags = [*LENGTH, "--save", str(tmp_path), "--save-interval", "3"]
     run_tiny(prefix, flags)
     straight = read_curve(tmp_path)
-    flip_byte(tmp_path / "iter_0000006" / "optimizer.safetensors")
+    flip_byte(tmp_path / "iter_0000006" / PART)
     run_tiny(prefix, flags)
     out = capsys.readouterr().out
-    assert f" passed over {tmp_path}/iter_0000006: optimizer.safetensors is damaged" in out
+    assert f" passed over {tmp_path}/iter_0000006: {PART} is damaged" in out
     assert "going on after iteration 3" in out
     assert read_curve(tmp_path) == straight
 
@@ -282,7 +286,7 @@ def test_a_damaged_step_is_told_and_the_one_before_is_taken(
 def test_with_only_damaged_steps_the_run_does_not_begin_anew(prefix: str, tmp_path: Path) -> None:
     flags = [*LENGTH, "--save", str(tmp_path)]
     run_tiny(prefix, flags)
-    flip_byte(tmp_path / "iter_0000006" / "model.safetensors")
+    flip_byte(tmp_path / "iter_0000006" / PART)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     for place in (flags, [*LENGTH, "--load", str(tmp_path), "--run-dir", str(tmp_path / "other")]):
         with pytest.raises(CheckpointError, match="move the folder away, or choose another --save"):
@@ -323,7 +327,6 @@ def test_a_metrics_file_that_cannot_be_written_is_said(prefix: str, tmp_path: Pa
 def test_evaluation_and_saving_are_not_in_the_step_time(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, save = run_module.evaluate, run_module.save_checkpoint
 
     def slow(function: Callable[..., Any]) -> Callable[..., Any]:
         def paused(*args: Any) -> Any:
@@ -332,8 +335,8 @@ def test_evaluation_and_saving_are_not_in_the_step_time(
 
         return paused
 
-    monkeypatch.setattr(run_module, "evaluate", slow(evaluate))
-    monkeypatch.setattr(run_module, "save_checkpoint", slow(save))
+    monkeypatch.setattr(run_module, "evaluate", slow(run_module.evaluate))
+    monkeypatch.setattr(run_module.Saver, "start", slow(run_module.Saver.start))
     flags = [*LENGTH, "--save", str(tmp_path), "--split", "80,20,0", "--eval-iters", "1"]
     run_tiny(prefix, [*flags, "--save-interval", "1", "--eval-interval", "1"])
     later = read_metrics(tmp_path)[1:]  # the pauses after a step fall into the next interval
@@ -431,7 +434,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*args: object) -> None:
         raise AssertionError("a model is built")
 
-    monkeypatch.setattr(run_module, "build_model", build)
+    monkeypatch.setattr(build_module, "build_model", build)
 
 
 @pytest.mark.usefixtures("no_model")

@@ -11,26 +11,56 @@ from torch import Tensor
 
 from megaflow.errors import CheckpointError
 from megaflow_trainer.checkpoint import store
+from megaflow_trainer.checkpoint.dcp import read_tensors
 from megaflow_trainer.checkpoint.hf import is_hf_folder, read_hf
+from megaflow_trainer.checkpoint.megatron import find_megatron, read_megatron
+from megaflow_trainer.config.sections import ModelConfig
 
 _GROWN = ("embedding.weight", "head.weight", "positions.weight")
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 
-def read_weights(folder: Path) -> tuple[dict[str, Tensor], Path]:
-    """Weights by our names, from a Hugging Face folder or the last complete checkpoint of a `--save` folder.
+def read_weights(
+    folder: Path, model: ModelConfig | None = None, *, flag: str = "--init-from"
+) -> tuple[dict[str, Tensor], Path]:
+    """Weights by our names, from a Hugging Face folder, a torch_dist checkpoint of Megatron-Core, or the last complete
+    checkpoint of a `--save` folder.
+
+    Args:
+        folder: where they are.
+        model: the shape of this run, by which Megatron's weights are read.
+        flag: what named the folder, for messages.
 
     Raises:
-        CheckpointError: if the folder is neither.
+        CheckpointError: if the folder is none of them.
     """
     if is_hf_folder(folder):
         return read_hf(folder)[1], folder
+    megatron = find_megatron(folder)
+    if megatron is not None:
+        if model is None:
+            raise CheckpointError(f"{megatron}: a checkpoint of Megatron-Core is read by a run, with {flag}")
+        return read_megatron(megatron, model), megatron
     path = folder if store.find_damage(folder) is None else store.find_checkpoint(folder).path
     if path is None:
-        raise CheckpointError(f"--init-from {folder}: neither a complete checkpoint nor a Hugging Face folder")
-    weights = store.read_tensors(path, "model")
-    moments = store.read_tensors(path, "optimizer")
-    return {name: moments.get(f"master.{name}", weight) for name, weight in weights.items()}, path
+        raise CheckpointError(
+            f"{flag} {folder}: neither a complete checkpoint (this trainer's or Megatron-Core's torch_dist) nor a "
+            "Hugging Face folder"
+        )
+    return read_full_weights(path), path
+
+
+def describe_source(path: Path) -> str:
+    """Where weights came from, in words."""
+    if is_hf_folder(path):
+        return f"the Hugging Face folder {path}"
+    return f"Megatron-Core's {path}" if find_megatron(path) else str(path)
+
+
+def read_full_weights(path: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint in the greatest precision that it holds."""
+    masters = read_tensors(path, "optimizer/master.")
+    return {**read_tensors(path, "model/"), **masters}
 
 
 @torch.no_grad()

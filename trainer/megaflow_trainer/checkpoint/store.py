@@ -1,4 +1,5 @@
-"""One checkpoint is one folder, `iter_0000010/`, of safetensors files and `state.json`.
+"""One checkpoint is one folder, `iter_0000010/`: files of tensors, `tensors.json` which says what lies where, and
+`state.json` with everything else.
 
 A folder under its final name is complete: it was written aside, flushed to the disk and renamed. `state.json` lists the
 files with their sizes and SHA-256 sums, and holds a sum of itself: a folder that was damaged later is known too.
@@ -13,29 +14,30 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
+import torch.distributed as dist
 
 from megaflow.errors import CheckpointError, FileAccessError
+from megaflow_trainer.checkpoint.layout import LAYOUT, SUFFIX
+from megaflow_trainer.checkpoint.parts import sum_file
+from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
 
+FORMAT = 2
+"""1: whole tensors in model, optimizer and rng.safetensors. 2: pieces, described by tensors.json."""
 POINTER = "latest_checkpointed_iteration.txt"
-_STATE = "state.json"
-_ASIDE = ".writing"
+STATE = "state.json"
+_ASIDE, _DOOMED = ".writing", ".deleting"
 _SUM = "sha256"
-_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint must hold to be of use: files by name, entries of the state by name and type."""
+    """What a checkpoint must hold to be of use: entries of the state by name and type."""
 
-    files: Sequence[str] = ()
     entries: Mapping[str, type] = field(default_factory=dict)
 
 
@@ -45,6 +47,28 @@ class Found:
 
     path: Path | None
     passed_over: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Which checkpoints stay: the newest `last` (0: all), and those of iterations divisible by `every` (0: none)."""
+
+    last: int = 0
+    every: int = 0
+
+
+KEEP_ALL = Keeping()
+ANYTHING = Contents()
+
+
+def name_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of an iteration lies."""
+    return root / f"iter_{step:07d}"
+
+
+def name_aside(root: Path, step: int) -> Path:
+    """Where it is written until it is complete."""
+    return root / f"iter_{step:07d}{_ASIDE}"
 
 
 def prepare_folder(root: Path) -> None:
@@ -58,62 +82,95 @@ def prepare_folder(root: Path) -> None:
         probe = root / f"probe{_ASIDE}"
         probe.touch()
         probe.unlink()
-        for leftover in root.glob(f"iter_*{_ASIDE}"):
+        for leftover in [*root.glob(f"iter_*{_ASIDE}"), *root.glob(f"iter_*{_DOOMED}")]:
             shutil.rmtree(leftover)
     except OSError as error:
-        raise _cannot_write(root, error) from None
+        raise cannot_write(root, error) from None
 
 
-def write_checkpoint(root: Path, step: int, files: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any]) -> Path:
-    """Write and publish one checkpoint; called by one rank.
+def make_aside(root: Path, step: int) -> None:
+    """Make an empty folder aside for a checkpoint; called by one rank.
+
+    Raises:
+        OSError: if the disk refuses.
+    """
+    aside = name_aside(root, step)
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+
+
+def publish(
+    root: Path,
+    step: int,
+    state: Mapping[str, Any],
+    *,
+    layout: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Any]],
+    keeping: Keeping = KEEP_ALL,
+) -> Path:
+    """Complete a checkpoint whose tensors are on the disk, give it its name, move the pointer, and only then remove
+    those that need not be kept; called by one rank.
 
     Args:
         root: the `--save` folder.
         step: the iteration that is complete.
-        files: tensors by file name (without `.safetensors`).
-        state: everything else, JSON.
+        state: everything that is no tensor, JSON.
+        layout: what lies where (`layout.describe`).
+        files: size and sum of each file of tensors, by name.
+        keeping: which checkpoints stay.
 
     Raises:
-        FileAccessError: if the disk refuses; the checkpoints before this one are untouched.
+        OSError: if the disk refuses; the checkpoints before this one are untouched.
     """
-    final = root / f"iter_{step:07d}"
-    aside = root / f"{final.name}{_ASIDE}"
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        listed = {name: _write_tensors(aside / f"{name}.safetensors", tensors) for name, tensors in files.items()}
-        whole = {**state, "iteration": step, "files": listed}
-        _write_text(aside / _STATE, json.dumps({**whole, _SUM: sum_state(whole)}, indent=1))
-        _flush_folder(aside)
-        shutil.rmtree(final, ignore_errors=True)  # only a folder that the pointer does not name can be in the way
-        aside.rename(final)
-        _flush_folder(root)
-        _write_text(root / f"{POINTER}{_ASIDE}", f"{step}\n")
-        (root / f"{POINTER}{_ASIDE}").rename(root / POINTER)
-        _flush_folder(root)
-    except OSError as error:
-        raise _cannot_write(final, error) from None
+    aside, final = name_aside(root, step), name_folder(root, step)
+    text = json.dumps(layout, indent=0)
+    _write_text(aside / LAYOUT, text)
+    described = {"bytes": len(text.encode()), _SUM: hashlib.sha256(text.encode()).hexdigest()}
+    whole = {**state, "format": FORMAT, "iteration": step, "files": {**files, LAYOUT: described}}
+    _write_text(aside / STATE, json.dumps({**whole, _SUM: sum_state(whole)}, indent=1))
+    _flush_folder(aside)
+    if final.exists():  # only a folder that the pointer does not name can be in the way
+        _remove(final)
+    aside.rename(final)
+    _flush_folder(root)
+    _write_text(root / f"{POINTER}{_ASIDE}", f"{step}\n")
+    (root / f"{POINTER}{_ASIDE}").rename(root / POINTER)
+    _flush_folder(root)
+    for path in list_superfluous(root, step, keeping):
+        _remove(path)
     return final
 
 
-def find_checkpoint(root: Path, contents: Contents = Contents()) -> Found:
+def list_superfluous(root: Path, step: int, keeping: Keeping) -> list[Path]:
+    """The checkpoints before that of `step` that need not be kept, oldest first.
+
+    Later ones, which a run that went on from an earlier one leaves, are left alone.
+    """
+    if keeping.last == 0:
+        return []
+    complete = [path for path in _list_folders(root) if (path / STATE).is_file() and count_iterations(path) < step]
+    complete.sort(key=count_iterations)
+    rest = complete[: len(complete) - (keeping.last - 1)] if keeping.last <= len(complete) else []
+    return [path for path in rest if keeping.every == 0 or count_iterations(path) % keeping.every]
+
+
+def find_checkpoint(root: Path, contents: Contents = ANYTHING, group: dist.ProcessGroup | None = None) -> Found:
     """Look for the checkpoint to go on from: the one the pointer names if it is good, else the last good one.
 
-    Every byte of those that are looked at is read and compared with its sum.
+    Every byte of those that are looked at is read and compared with its sum; the ranks of `group` share the files, and
+    all come to the same answer.
 
     Raises:
         CheckpointError: if there are checkpoints, or a pointer to one, and none is good: a fresh start would overwrite
             what may still be saved by hand.
     """
-    named, passed_over = _read_pointer(root)
-    found = [path for path in root.glob("iter_*") if not path.name.endswith(_ASIDE)]
-    order = [root / f"iter_{named:07d}"] if named is not None else []
-    order += [path for path in sorted(found, key=_count_iterations, reverse=True) if path not in order]
+    order, passed_over = do_on_first(lambda: _list_candidates(root), group)
     for path in order:
-        fault = find_damage(path, contents)
+        fault = find_damage(path, contents, group)
         if fault is None:
             return Found(path, tuple(passed_over))
-        passed_over.append(f"{path}: {fault}")
+        passed_over = [*passed_over, f"{path}: {fault}"]
     if passed_over:
         raise CheckpointError(
             f"{root}: none of its checkpoints can be loaded ({'; '.join(passed_over)}); "
@@ -122,32 +179,47 @@ def find_checkpoint(root: Path, contents: Contents = Contents()) -> Found:
     return Found(None, ())
 
 
-def find_damage(path: Path, contents: Contents = Contents()) -> str | None:
-    """Why a folder is not a good checkpoint; None if it is one."""
+def _list_candidates(root: Path) -> tuple[list[Path], list[str]]:
+    named, passed_over = _read_pointer(root)
+    order = [name_folder(root, named)] if named is not None else []
+    order += [path for path in sorted(_list_folders(root), key=count_iterations, reverse=True) if path not in order]
+    return order, passed_over
+
+
+def _list_folders(root: Path) -> list[Path]:
+    return [path for path in root.glob("iter_*") if path.suffix not in (_ASIDE, _DOOMED)]
+
+
+def find_damage(path: Path, contents: Contents = ANYTHING, group: dist.ProcessGroup | None = None) -> str | None:
+    """Why a folder is not a good checkpoint; None if it is one. All ranks of `group` return the same."""
+    fault, files = do_on_first(lambda: _check_state(path, contents), group)
+    if fault is not None:
+        return fault
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+    own = dict(sorted(files.items())[rank::size])
+    found = [fault for fault in gather_objects(_check_files(path, own), group) if fault is not None]
+    return found[0] if found else None
+
+
+def _check_state(path: Path, contents: Contents) -> tuple[str | None, dict[str, dict[str, Any]]]:
+    """What is wrong with the state of a checkpoint, or None and the files that it lists."""
     if not path.is_dir():
-        return "there is no such folder"
+        return "there is no such folder", {}
     try:
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        fault = _find_fault(state, contents)
-        if fault is not None:
-            return f"{_STATE} is damaged: {fault}"
-        if state["iteration"] != _count_iterations(path):
-            return f"{_STATE} is of iteration {state['iteration']}"
-        for name, listed in state["files"].items():
-            file = path / f"{name}.safetensors"
-            if not file.is_file():
-                return f"{file.name} is missing"
-            if file.stat().st_size != listed["bytes"]:
-                return f"{file.name} has {file.stat().st_size} bytes instead of {listed['bytes']}"
-            if _sum_file(file) != listed[_SUM]:
-                return f"{file.name} is damaged: its bytes are not those that were written"
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return f"{_STATE} is missing"
+        return f"{STATE} is missing", {}
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
+        return f"cannot be read: {error.strerror}", {}
     except (ValueError, RecursionError):  # not JSON, not UTF-8
-        return f"{_STATE} is damaged: not JSON"
-    return None
+        return f"{STATE} is damaged: not JSON", {}
+    fault = _find_fault(state, contents)
+    if fault is not None:
+        return f"{STATE} is damaged: {fault}", {}
+    if state["iteration"] != count_iterations(path):
+        return f"{STATE} is of iteration {state['iteration']}", {}
+    suffix = SUFFIX if state.get("format", 1) == 1 else ""
+    return None, {f"{name}{suffix}": listed for name, listed in state["files"].items()}
 
 
 def _find_fault(state: Any, contents: Contents) -> str | None:
@@ -157,10 +229,12 @@ def _find_fault(state: Any, contents: Contents) -> str | None:
     for name, kind in {"iteration": int, "files": dict, _SUM: str, **contents.entries}.items():
         if not isinstance(state.get(name), kind):
             return f"{name} is missing or not of type {kind.__name__}"
+    if state.get("format", 1) not in (1, FORMAT):
+        return f"format {state['format']} is not one that this version reads (1 and {FORMAT})"
     for name, listed in state["files"].items():
         if not isinstance(listed, dict) or not {"bytes", _SUM} <= listed.keys():
             return f"files.{name} does not give bytes and {_SUM}"
-    for name in contents.files:
+    for name in ("model", "optimizer", "rng") if state.get("format", 1) == 1 else (LAYOUT,):
         if name not in state["files"]:
             return f"files does not list {name}"
     if state[_SUM] != sum_state({name: value for name, value in state.items() if name != _SUM}):
@@ -168,7 +242,24 @@ def _find_fault(state: Any, contents: Contents) -> str | None:
     return None
 
 
-def _count_iterations(path: Path) -> int:
+def _check_files(path: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What is wrong with files of a checkpoint."""
+    for name, listed in files.items():
+        file = path / name
+        try:
+            size = file.stat().st_size
+            if size != listed["bytes"]:
+                return f"{name} has {size} bytes instead of {listed['bytes']}"
+            if sum_file(file) != listed[_SUM]:
+                return f"{name} is damaged: its bytes are not those that were written"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+    return None
+
+
+def count_iterations(path: Path) -> int:
     """The number in the name of a checkpoint's folder; -1 if there is none."""
     match = re.fullmatch(r"iter_(\d{7,18})", path.name, re.ASCII)
     return int(match[1]) if match else -1
@@ -179,14 +270,6 @@ def sum_state(state: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def _sum_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """What was saved beside the tensors, of a checkpoint that `find_checkpoint` has found good.
 
@@ -194,55 +277,19 @@ def read_state(path: Path) -> dict[str, Any]:
         CheckpointError: if it cannot be read any more.
     """
     try:
-        state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / _STATE} cannot be read: {error}") from None
+        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from None
     return state
 
 
-def read_tensors(path: Path, name: str) -> dict[str, Tensor]:
-    """All tensors of one file, on the CPU.
-
-    Raises:
-        CheckpointError: if the file is damaged.
-    """
-    try:
-        with safe_open(path / f"{name}.safetensors", framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path / name}.safetensors cannot be read: {error}") from None
-
-
-def fill_tensors(targets: Mapping[str, Tensor], source: Mapping[str, Tensor], path: Path) -> None:
-    """Copy saved tensors into those of the run, by name; all names and shapes are compared before any is changed.
-
-    Raises:
-        CheckpointError: naming the first tensor that is missing, unknown or of another shape, with both shapes.
-    """
-    for name, target in targets.items():
-        if name not in source:
-            raise CheckpointError(f"{path}: tensor {name} of this model is not in the checkpoint")
-        if source[name].shape != target.shape:
-            raise CheckpointError(
-                f"{path}: tensor {name} has shape {tuple(source[name].shape)} in the checkpoint and "
-                f"{tuple(target.shape)} in this run; start with the model flags that the checkpoint was made with"
-            )
-    for name in source:
-        if name not in targets:
-            raise CheckpointError(f"{path}: tensor {name} of the checkpoint is not in this model")
-    for name, target in targets.items():
-        target.copy_(source[name])
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write one file; returns what the state says of it."""
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # what it raises on a full disk, too
-        raise OSError(str(error)) from None
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-    return {"bytes": path.stat().st_size, _SUM: _sum_file(path)}
+def _remove(path: Path) -> None:
+    """Remove a checkpoint: it loses its name first, so that a kill half-way leaves nothing that looks complete."""
+    doomed = path.with_name(f"{path.name}{_DOOMED}")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -274,5 +321,7 @@ def _read_pointer(root: Path) -> tuple[int | None, list[str]]:
     return None, [f"{path}: does not name an iteration"]
 
 
-def _cannot_write(path: Path, error: OSError) -> FileAccessError:
-    return FileAccessError(f"{path}: cannot be written: {error.strerror or error}; choose another --save folder")
+def cannot_write(path: Path, error: OSError | str) -> FileAccessError:
+    """The error of a folder that refuses."""
+    reason = error if isinstance(error, str) else error.strerror or error
+    return FileAccessError(f"{path}: cannot be written: {reason}; choose another --save folder")

@@ -34,6 +34,7 @@ def find_faults(config: TrainConfig, *, world_size: int) -> list[str]:
         + check_data(config)
         + check_precision(config)
         + check_recompute(config)
+        + check_loading(config)
     )
     return faults + ([] if faults else check_batch(config, world_size=world_size))
 
@@ -265,3 +266,11 @@ def check_device(config: TrainConfig, device: Device) -> list[str]:
         found = f"{device.name} has {device.capability[0]}.{device.capability[1]}"
         return [f"{asked} needs compute capability 8.9 or newer (Ada, Hopper, Blackwell), and {found}; use --bf16"]
     return [f"{asked}: this version does not have fp8 products; use --bf16"]
+
+
+def check_loading(config: TrainConfig) -> list[str]:
+    """What is taken from a checkpoint needs one."""
+    own = config.checkpoint
+    if own.is_finetune and own.load is None:
+        return ["checkpoint.is_finetune takes the weights of checkpoint.load; give checkpoint.load (--load)"]
+    return []

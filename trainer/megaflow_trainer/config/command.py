@@ -19,7 +19,7 @@ from megaflow_trainer.config.sections import TrainConfig
 
 _LIST_FIELDS = (
     *("data.path", "data.train_path", "data.valid_path", "data.test_path"),
-    *("optim.no_decay", "step.ramp_up", "recompute.modules"),
+    *("optim.no_decay", "step.ramp_up", "recompute.modules", "log.profile_ranks"),
 )
 _SHORT_FLAG = re.compile(r"-(?!inf|nan)[a-z]", re.IGNORECASE)
 """A flag with one dash: there are none, so it is named as unknown instead of being read as a value."""
@@ -80,7 +80,7 @@ def parse_flags(argv: Sequence[str]) -> Parsed:
     for name, words in pairs:
         if name == "--config" and len(words) == 1:
             read_recipe(words[0], known, parsed.values, parsed.faults)
-    if "--preset" in (name for name, _ in pairs) or "model.preset" in parsed.values:
+    if "--preset" in (name for name, _ in pairs) or parsed.values.get("model.preset") is not None:
         _apply_preset(pairs, parsed)
     for name, words in pairs:
         if name != "--config":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from megaflow_trainer.config import fields
+from megaflow_trainer.config.exit_codes import MEANINGS
 from megaflow_trainer.config.flags import FLAGS, LEGACY, NOT_BUILT
 
 DERIVED = (
@@ -34,7 +35,8 @@ def format_help() -> str:
     lines += ["accepted without effect: " + ", ".join(flag.name for flag in LEGACY if flag.why), ""]
     lines += ["not in this version: " + "; ".join(item.feature for item in NOT_BUILT), ""]
     lines += [
-        "exit codes: 0 finished, 1 fault, 2 fault of the configuration, 75 stopped by SIGTERM and saved, 130 Ctrl-C",
+        "exit codes:",
+        *(f"  {code:<4} {meaning}" for code, meaning in MEANINGS.items()),
         "after a fault torchrun adds a report of its own; the `error:` line before it is the reason",
     ]
     return "\n".join(lines)

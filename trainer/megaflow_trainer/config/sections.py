@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from megaflow_trainer.config.limits import at_least, fraction, one_of, raise_faults
 from megaflow_trainer.config.model_section import ModelConfig
+from megaflow_trainer.config.run_sections import CheckpointConfig, GuardConfig, LogConfig
 from megaflow_trainer.config.samples_section import SampleConfig
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "EvalConfig",
+    "GuardConfig",
     "LogConfig",
     "ModelConfig",
     "OptimConfig",
@@ -305,40 +307,6 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """Where the run is saved and from where it goes on."""
-
-    save: str | None = None
-    """Folder for checkpoints. A restart goes on from the last complete one in it."""
-    load: str | None = None
-    """Folder to start from when `save` holds no complete checkpoint yet."""
-    init_from: str | None = None
-    """Checkpoint or Hugging Face folder whose weights a fresh run starts with; nothing else is taken from it."""
-    grow: bool = False
-    """Whether layers, tokens and positions that `init_from` does not have keep their initial weights."""
-    every: int | None = None
-    """Iterations between two checkpoints (only at the end if not given)."""
-
-    def __post_init__(self) -> None:
-        raise_faults(at_least("checkpoint", 1, every=self.every))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogConfig:
-    """What is written down, and where."""
-
-    every: int = 10
-    """Iterations between two log lines."""
-    run_dir: str | None = None
-    """Folder for run.json and metrics.jsonl (the checkpoint folder, else runs/NAME, if not given)."""
-    name: str = "gpt"
-    """Name of the run."""
-
-    def __post_init__(self) -> None:
-        raise_faults(at_least("log", 1, every=self.every))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """A whole run."""
 
@@ -359,6 +327,7 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
 
     def __post_init__(self) -> None:
         faults = [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megaflow_trainer.config.sections import OptimConfig
-from megaflow_trainer.optim.rules import Adam, Lion, Muon, Rule, Sgd, Slot
+from megaflow_trainer.optim.rules import Adam, Lion, Muon, Rule, Sgd, Slot, is_uniform
 from megaflow_trainer.optim.scaler import LossScaler
 from megaflow_trainer.parallel.data import MainParameter
 
@@ -74,15 +74,29 @@ class Optimizer:
             found.setdefault((rule, decay, lr), []).append(slot)
         self.groups = [Group(rule, slots, decay, lr) for (rule, decay, lr), slots in found.items()]
 
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `step` can be told by the device itself to change nothing."""
+        return not self.is_offloaded and all(
+            isinstance(group.rule, Adam) and all(is_uniform(slot) for slot in group.slots) for group in self.groups
+        )
+
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float | None = None) -> None:
-        """Move the masters by their gradients and round them into the weights."""
+    def step(self, lr: float, weight_decay: float | None = None, *, found_inf: Tensor | None = None) -> None:
+        """Move the masters by their gradients and round them into the weights.
+
+        With `found_inf`, float32 scalar on the device, nothing changes where it is 1; only if `skips_on_device`.
+        """
         decay = self.weight_decay if weight_decay is None else weight_decay
         if self.is_offloaded:
             for name, slot in self.slots.items():
                 slot.grad.copy_(self.main_grads[name])
         for group in self.groups:
-            group.rule.update(group.slots, lr=lr * group.lr_factor, decay=decay * group.decay_factor)
+            rates = {"lr": lr * group.lr_factor, "decay": decay * group.decay_factor}
+            if found_inf is not None and isinstance(group.rule, Adam):
+                group.rule.update(group.slots, **rates, found_inf=found_inf)
+            else:
+                group.rule.update(group.slots, **rates)
         self.copy_to_weights()
 
     def list_tensors(self) -> dict[str, Tensor]:

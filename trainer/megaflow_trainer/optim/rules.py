@@ -58,9 +58,11 @@ class Adam:
             "exp_avg_sq": torch.zeros_like(master, dtype=second),
         }
 
-    def update(self, slots: Sequence[Slot], *, lr: float, decay: float) -> None:
-        """One fused call where all dtypes agree; else weight by weight in fp32."""
-        same = [slot for slot in slots if _is_uniform(slot)]
+    def update(self, slots: Sequence[Slot], *, lr: float, decay: float, found_inf: Tensor | None = None) -> None:
+        """One fused call where all dtypes agree, which changes nothing where `found_inf` is 1; else weight by weight
+        in fp32.
+        """
+        same = [slot for slot in slots if is_uniform(slot)]
         if same:
             adamw(
                 [slot.master for slot in same],
@@ -70,6 +72,7 @@ class Adam:
                 [],
                 [slot.state["step"] for slot in same],
                 fused=True,
+                found_inf=found_inf,
                 amsgrad=False,
                 beta1=self.betas[0],
                 beta2=self.betas[1],
@@ -79,7 +82,7 @@ class Adam:
                 maximize=False,
             )
         for slot in slots:
-            if not _is_uniform(slot):
+            if not is_uniform(slot):
                 self._update_wide(slot, lr=lr, decay=decay)
 
     def _update_wide(self, slot: Slot, *, lr: float, decay: float) -> None:
@@ -94,7 +97,8 @@ class Adam:
         slot.master.copy_(w * (1 - lr * decay) - lr * (m / (1 - self.betas[0] ** t)) / root)
 
 
-def _is_uniform(slot: Slot) -> bool:
+def is_uniform(slot: Slot) -> bool:
+    """Whether master, gradient and moments have one dtype, so that torch's fused kernel takes them."""
     return slot.master.dtype == slot.grad.dtype == slot.state["exp_avg"].dtype == slot.state["exp_avg_sq"].dtype
 
 

@@ -42,6 +42,12 @@ class ParallelModel:
             loss: Tensor = self.module(tokens, labels)
         return loss
 
+    def measure_norm(self) -> Tensor:
+        """2-norm of all weights, fp32 scalar on the device (fp64 in fp64). Every weight is counted once."""
+        weights = [weight.detach() for weight in self.module.parameters()]
+        wide = torch.promote_types(weights[0].dtype, torch.float32)
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(weights, 2, wide)))
+
 
 def parallelize(
     model: nn.Module,

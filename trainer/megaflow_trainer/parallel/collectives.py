@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -53,3 +54,15 @@ def do_on_first(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     if isinstance(outcome[0], MegaflowError):
         raise outcome[0]
     return outcome[0]  # type: ignore[return-value]
+
+
+@contextmanager
+def own_group(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | None]:
+    """A group of the same ranks for gloo that nothing else uses, so that a thread may; all ranks call it."""
+    if group is None:
+        yield None
+        return
+    made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+    assert isinstance(made, dist.ProcessGroup), "this rank is in it"
+    yield made
+    dist.destroy_process_group(made)

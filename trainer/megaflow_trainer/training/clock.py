@@ -1,51 +1,136 @@
 """Where the time of a step goes, without waiting for the device at every step.
 
 On the CPU a phase is the time between two readings of the clock. On a GPU it is the time between two events on the
-stream that does the work, read when the interval is collected.
+stream that does the work; they are read when somebody asks, by then long past. A step lasts from the end of the step
+before it to its own end, by the same clock as its phases.
 
-`data wait` is the time in which the device had nothing to do because its next batch was not on it:
-max(0, batch arrived - earlier work finished). On the CPU this is the time for which the step was blocked.
+`loader bound` is the time in which the device had nothing to do because its next batch was not on it:
+max(0, batch arrived - earlier work finished). On the CPU this is the time for which the step was blocked. Beside the
+sum stand `host wait`, for which the host waited for the loader, and `h2d`, the copying of batches, which runs beside
+the computation: what of the two the device had to wait for is in `loader bound` already.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
+from torch.profiler import record_function
 
-DATA_WAIT = "data_wait"
-COMPUTE = "compute"
+LOADER_BOUND = "loader_bound"
+FORWARD = "forward"
+BACKWARD = "backward"
 COMMUNICATION = "communication"
 OPTIMIZER = "optimizer"
 EVAL = "eval"
 CHECKPOINT = "checkpoint"
-PHASES = (DATA_WAIT, COMPUTE, COMMUNICATION, OPTIMIZER)
+HOST_WAIT = "host_wait"
+H2D = "h2d"
+PHASES = (LOADER_BOUND, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER)
+"""Parts of a step; with `other` they add up to it."""
 ASIDE = (EVAL, CHECKPOINT)
+"""What comes between steps and is no part of them."""
+BESIDE = (HOST_WAIT, H2D)
+"""What runs beside the phases and is in no sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A phase on a GPU: its events, the later of which may be the earlier one in time."""
+
+    name: str
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """The times of one step and of what came between it and the step before; `read` them when the device is done."""
+
+    seconds: dict[str, float]
+    spans: list[Span] = field(default_factory=list)
+    wall_s: float = 0.0
+    whole: Span | None = None
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """Seconds of the step without what is aside, and seconds by name; waits for the step's end on a GPU."""
+        if self.whole is not None:
+            self.whole.end.synchronize()
+            self.wall_s = self.whole.begin.elapsed_time(self.whole.end) / 1e3
+            for span in self.spans:
+                self.seconds[span.name] += max(0.0, span.begin.elapsed_time(span.end)) / 1e3
+            self.spans, self.whole = [], None
+        return self.wall_s - sum(self.seconds[name] for name in ASIDE), self.seconds
 
 
 class Clock:
-    """Seconds by phase since the last `collect`."""
+    """Takes the times of one step after the other.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: where the work is done; its kind decides how time is taken.
+        now: the host's clock in seconds.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
         self.device = device
-        self.host_wait_s = 0.0
-        self._seconds = dict.fromkeys(PHASES + ASIDE, 0.0)
-        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._start = time.perf_counter()
+        self.now = now
+        self.is_traced = False
+        """Whether phases show in the profiler by name."""
+        self.current = ""
+        """The phase in progress, for who asks from outside where a step hangs."""
+        self.step = 0
+        """The step in progress."""
+        self.beats = 0
+        """Grows with everything that the run gets done, also outside steps."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the next step now; what came before is forgotten."""
+        self._times = StepTimes(dict.fromkeys((*PHASES, *ASIDE, *BESIDE), 0.0))
+        self._begin_s = self.now()
+        self._begin = self.mark() if self.device.type == "cuda" else None
+
+    def end_step(self) -> StepTimes:
+        """End the step; the next one begins. Waits for nothing."""
+        times = self._times
+        if self._begin is not None:
+            begin, self._begin = self._begin, self.mark()
+            times.whole = Span("step", begin, self._begin)
+        else:
+            begin_s, self._begin_s = self._begin_s, self.now()
+            times.wall_s = self._begin_s - begin_s
+        self._times = StepTimes(dict.fromkeys(times.seconds, 0.0))
+        return times
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what happens inside as `name`."""
-        if self.device.type == "cuda":
-            begin = self.mark()
-            yield
-            self._spans.append((name, begin, self.mark()))
-        else:
-            begin_s = time.perf_counter()
-            yield
-            self._seconds[name] += time.perf_counter() - begin_s
+        """Count what happens inside as `name`, on the stream that computes."""
+        outer, self.current = self.current, name
+        self.beat()
+        with self._trace(name) if self.is_traced else _NOTHING:
+            if self.device.type == "cuda":
+                begin = self.mark()
+                yield
+                self._times.spans.append(Span(name, begin, self.mark()))
+            else:
+                begin_s = self.now()
+                yield
+                self._times.seconds[name] += self.now() - begin_s
+        self.current = outer
+
+    @contextmanager
+    def host(self, name: str) -> Iterator[None]:
+        """Count the host's time inside as `name`, whatever the device does."""
+        begin_s = self.now()
+        yield
+        self._times.seconds[name] += self.now() - begin_s
+
+    def beat(self) -> None:
+        """Say that the run gets on."""
+        self.beats += 1
 
     def mark(self, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
         """An event on a stream of the GPU (the one that computes if none is given)."""
@@ -53,19 +138,22 @@ class Clock:
         event.record(stream or torch.cuda.current_stream(self.device))
         return event
 
-    def count_arrival(self, earlier_work: torch.cuda.Event, arrived: torch.cuda.Event) -> None:
-        """Count the data wait of a batch on a GPU: from the end of earlier work to the batch's arrival, if later."""
-        self._spans.append((DATA_WAIT, earlier_work, arrived))
+    def count(self, name: str, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Count the time from one event to another, nothing if the second came first."""
+        self._times.spans.append(Span(name, begin, end))
 
-    def collect(self) -> tuple[float, dict[str, float]]:
-        """Wall seconds and seconds by phase since the last call; waits for the device, then starts anew."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        for name, begin, end in self._spans:
-            self._seconds[name] += max(0.0, begin.elapsed_time(end)) / 1e3
-        now = time.perf_counter()
-        wall, seconds = now - self._start, self._seconds
-        seconds["host_wait"] = self.host_wait_s
-        self.host_wait_s, self._start, self._spans = 0.0, now, []
-        self._seconds = dict.fromkeys(PHASES + ASIDE, 0.0)
-        return wall, seconds
+    @contextmanager
+    def _trace(self, name: str) -> Iterator[None]:
+        with record_function(f"phase: {name}"):
+            yield
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+_NOTHING = _Nothing()

@@ -15,8 +15,10 @@ from megaflow_trainer.training.step import sum_losses
 
 
 @torch.no_grad()
-def evaluate(model: ParallelModel, data: RunData, config: TrainConfig, mesh: Mesh) -> float:
-    """Mean validation loss in nats per token. Sends one all-reduce over the data-parallel group."""
+def evaluate(model: ParallelModel, data: RunData, config: TrainConfig, mesh: Mesh, clock: Clock) -> float:
+    """Mean validation loss in nats per token. Sends one all-reduce over the data-parallel group; `clock` is told that
+    the run gets on.
+    """
     assert data.valid is not None, "asked only when there is a valid part"
     model.module.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
@@ -24,7 +26,8 @@ def evaluate(model: ParallelModel, data: RunData, config: TrainConfig, mesh: Mes
         feed = Feed(loader, mesh.device, Clock(mesh.device), vocab_size=data.vocab_size, eod_id=data.eod_id)
         for _ in range(config.eval.steps * config.step.sizes.num_micro_batches):
             batch = feed.next()
-            totals[0].add_(sum_losses(model, batch))
+            clock.beat()
+            totals[0].add_(sum_losses(model, batch)[0])
             totals[1].add_(batch.num_tokens)
     sum_over(totals, mesh.dp_group)
     loss_sum, num_tokens = totals.tolist()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from megaflow import Loader
 from megaflow.errors import ConfigError, DataFormatError
-from megaflow_trainer.training.clock import DATA_WAIT, Clock
+from megaflow_trainer.training.clock import H2D, HOST_WAIT, LOADER_BOUND, Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +22,17 @@ class DeviceBatch:
     labels: Tensor  # int64 [b, s]
     mask: Tensor | None  # float32 [b, s], 1 where the prediction counts; None: everywhere
     num_tokens: int  # predictions that count
+    sample_ids: tuple[int, ...] = ()  # where its samples stand in the dataset
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A micro-batch as the loader gives it."""
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    mask: NDArray[np.float32] | None
+    sample_ids: tuple[int, ...] = field(default=())
 
 
 class Feed:
@@ -46,24 +56,27 @@ class Feed:
             DataFormatError: if a token is outside the vocabulary.
         """
         if self.stream is None:
-            with self.clock.phase(DATA_WAIT):
-                return self._pack(*self._read())
+            with self.clock.phase(LOADER_BOUND):
+                host = self._read()
+                with self.clock.host(H2D):
+                    return self._pack(host)
         earlier_work = self.clock.mark()
-        arrays = self._read()
+        host = self._read()
         with torch.cuda.stream(self.stream):
-            batch = self._pack(*arrays)
+            began = self.clock.mark(self.stream)
+            batch = self._pack(host)
         arrived = self.clock.mark(self.stream)
         self._hand_over(batch, arrived)
-        self.clock.count_arrival(earlier_work, arrived)
+        self.clock.count(LOADER_BOUND, earlier_work, arrived)
+        self.clock.count(H2D, began, arrived)
         return batch
 
-    def _read(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32] | None]:
-        start = time.perf_counter()
+    def _read(self) -> HostBatch:
         try:
-            batch = next(self.loader)
+            with self.clock.host(HOST_WAIT):
+                batch = next(self.loader)
         except StopIteration:
             raise ConfigError("the data end before the run does; lower --train-iters or --eval-iters") from None
-        self.clock.host_wait_s += time.perf_counter() - start
         largest = max(int(batch.tokens.max()), int(batch.labels.max()))
         if largest >= self.vocab_size:
             raise DataFormatError(
@@ -74,14 +87,12 @@ class Feed:
         if self.eod_id is not None:
             counts = (batch.tokens != self.eod_id).astype(np.float32)
             mask = counts if mask is None else mask * counts
-        return batch.tokens, batch.labels, mask
+        return HostBatch(batch.tokens, batch.labels, mask, tuple(batch.sample_ids.tolist()))
 
-    def _pack(
-        self, tokens: NDArray[np.int64], labels: NDArray[np.int64], mask: NDArray[np.float32] | None
-    ) -> DeviceBatch:
-        num_tokens = tokens.size if mask is None else int(mask.sum())
-        on_device = None if mask is None else self._send(mask)
-        return DeviceBatch(self._send(tokens), self._send(labels), on_device, num_tokens)
+    def _pack(self, host: HostBatch) -> DeviceBatch:
+        num_tokens = host.tokens.size if host.mask is None else int(host.mask.sum())
+        mask = None if host.mask is None else self._send(host.mask)
+        return DeviceBatch(self._send(host.tokens), self._send(host.labels), mask, num_tokens, host.sample_ids)
 
     def _send(self, array: NDArray[np.generic]) -> Tensor:
         """Copy an array to the device; the loader may reuse its buffer as soon as this returns."""

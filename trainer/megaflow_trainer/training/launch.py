@@ -7,12 +7,16 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from megaflow.errors import MegaflowError
+from megaflow_trainer.config.exit_codes import DIVERGED, FAULT, INTERRUPTED, OUT_OF_MEMORY, RANK_LOST
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.mesh import Launch, build_mesh, choose_device, start_group
 from megaflow_trainer.training.faults import FaultBoard
+from megaflow_trainer.training.guards import DivergedError
+from megaflow_trainer.training.oom import ShortageError
+from megaflow_trainer.training.peers import PeerWatch
 from megaflow_trainer.training.run import describe_restart, train
 
-EXIT_FAULT, EXIT_INTERRUPTED = 1, 130
+_CODES: tuple[tuple[type[MegaflowError], int], ...] = ((ShortageError, OUT_OF_MEMORY), (DivergedError, DIVERGED))
 
 
 def launch(config: TrainConfig, notes: Sequence[str], *, rank: int, world_size: int, local_rank: int) -> int:
@@ -22,23 +26,36 @@ def launch(config: TrainConfig, notes: Sequence[str], *, rank: int, world_size: 
         store = next(dist.rendezvous("env://"))[0] if world_size > 1 else None
     except (RuntimeError, ValueError) as error:  # the address is wrong, taken or silent
         FaultBoard(rank, None).report(f"the ranks did not meet: {str(error).splitlines()[0]}; start them by torchrun")
-        return EXIT_FAULT
-    board = FaultBoard(rank, store)
+        return FAULT
+    board, peers = FaultBoard(rank, store), PeerWatch(rank, world_size, store)
+    peers.start()
     try:
         device, backend, device_notes = choose_device(own, config.parallel.backend)
         start_group(own, store, backend)
         code = train(config, build_mesh(own, device, backend), [*notes, *device_notes])
     except MegaflowError as error:
+        peers.leave(is_well=False)
         board.report(str(error))
-        return EXIT_FAULT
+        return find_code(error)
     except KeyboardInterrupt:
+        peers.leave(is_well=False)
         board.report("interrupted; " + describe_restart(config))
-        return EXIT_INTERRUPTED
+        return INTERRUPTED
     except Exception as error:  # a fault of the program itself: it is raised again, unless it is another rank's echo
         if isinstance(error, RuntimeError) and board.has_any():
-            return EXIT_FAULT  # a connection broke because another rank left, which has said why
+            return FAULT  # a connection broke because another rank left, which has said why
+        if isinstance(error, RuntimeError) and (lost := peers.wait_for_lost()) is not None:
+            board.report(f"rank {lost} died; {describe_restart(config)}")
+            return RANK_LOST
+        peers.leave(is_well=False)
         board.mark()
         raise
+    peers.leave(is_well=True)
     if world_size > 1:
         dist.destroy_process_group()
     return code
+
+
+def find_code(error: MegaflowError) -> int:
+    """The exit code of an error."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), FAULT)

@@ -5,23 +5,33 @@ Imports no torch, so that it is in force from the first moment.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
+import threading
+import time
 from collections.abc import Mapping
 
-_PR_SET_PDEATHSIG = 1
+GRACE_S = 25.0
+"""How long a rank without launcher may take to save and leave; then it is killed, as it may wait for ever for a peer
+that is gone.
+"""
+_POLL_S = 0.2
 
 
-def end_with_launcher(environment: Mapping[str, str]) -> None:
-    """If torchrun started this process, let the system kill it when torchrun is gone (Linux only).
+def end_with_launcher(environment: Mapping[str, str], *, grace_s: float = GRACE_S) -> None:
+    """If torchrun started this process, ask it to stop as soon as torchrun is gone: it saves, and ends.
 
-    Killed, not asked to stop: a rank whose peers are gone may wait in a collective for ever.
+    Before training has begun, the request ends it at once.
     """
-    if sys.platform != "linux" or not {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} <= environment.keys():
+    if not {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} <= environment.keys():
         return
     launcher = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it went before the request was in force
-        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=_watch, args=(launcher, grace_s), name="launcher watch", daemon=True).start()
+
+
+def _watch(launcher: int, grace_s: float) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(grace_s)
+    os.kill(os.getpid(), signal.SIGKILL)

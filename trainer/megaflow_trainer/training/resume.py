@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,17 +13,21 @@ from torch import Tensor
 from megaflow import Loader
 from megaflow.errors import CheckpointError
 from megaflow_trainer.checkpoint import store
+from megaflow_trainer.checkpoint.dcp import check_tensors, list_shapes, load_tensors
+from megaflow_trainer.checkpoint.initial import describe_source, fill_weights, read_weights
+from megaflow_trainer.checkpoint.megatron import find_megatron
 from megaflow_trainer.config.fields import to_dict
 from megaflow_trainer.config.sections import CheckpointConfig, TrainConfig
 from megaflow_trainer.optim.optimizer import Optimizer
 from megaflow_trainer.parallel.apply import ParallelModel
-from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
+from megaflow_trainer.parallel.collectives import do_on_first
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.seed import get_rng_state, seed_dropout, set_rng_state
-from megaflow_trainer.training.metrics import say
+from megaflow_trainer.training.say import say
+from megaflow_trainer.training.schedule_state import describe_schedule, settle_schedule
+from megaflow_trainer.training.spikes import SpikeWatch
 
 CONTENTS = store.Contents(
-    files=("model", "optimizer", "rng"),
     entries={"loader": dict, "world_size": int, "data_fingerprint": str, "config": dict},
 )
 
@@ -30,43 +36,42 @@ CONTENTS = store.Contents(
 class Start:
     """Where a run begins: the last complete step, and whether its own folder held it (else its log begins anew)."""
 
+    config: TrainConfig
     step: int = 0
     is_own: bool = False
+    source: str | None = None
+    """The checkpoint it goes on from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState:
-    """What is trained and where it reads."""
+    """What is trained, where it reads, and what its watches remember."""
 
     model: ParallelModel
     optimizer: Optimizer
     loader: Loader
     data_fingerprint: str
+    spikes: SpikeWatch
 
+    def list_tensors(self, mesh: Mesh) -> dict[str, Tensor]:
+        """Every tensor to save: model/NAME, optimizer/STATE.NAME, rng/KIND.RANK; each rank has its own streams."""
+        weights = {f"model/{name}": weight.data for name, weight in self.model.module.named_parameters()}
+        states = {f"optimizer/{name}": value for name, value in self.optimizer.list_tensors().items()}
+        return {**weights, **states, **{f"rng/{n}.{mesh.dp_rank}": value for n, value in get_rng_state(mesh).items()}}
 
-def save_checkpoint(config: TrainConfig, step: int, state: TrainState, mesh: Mesh) -> None:
-    """Save the run after `step`. The first rank writes; all ranks wait until the checkpoint is published.
-
-    Raises:
-        FileAccessError: on every rank, if it could not be written.
-    """
-    assert config.checkpoint.save is not None, "asked only when there is a folder"
-    root = Path(config.checkpoint.save)
-    streams = gather_objects(get_rng_state(mesh), mesh.dp_group)
-    files: dict[str, dict[str, Tensor]] = {
-        "model": dict(state.model.module.named_parameters()),
-        "optimizer": state.optimizer.list_tensors(),
-        "rng": {f"{name}.{rank}": value for rank, own in enumerate(streams) for name, value in own.items()},
-    }
-    rest = {
-        "loader": state.loader.state_dict(),
-        "loss_scale": state.optimizer.scaler.state_dict() if state.optimizer.scaler else None,
-        "world_size": mesh.world_size,
-        "data_fingerprint": state.data_fingerprint,
-        "config": to_dict(config),
-    }
-    path = do_on_first(lambda: store.write_checkpoint(root, step, files, rest), mesh.dp_group)
-    say(mesh, f" saved iteration {step} in {path}")
+    def describe(self, config: TrainConfig, mesh: Mesh) -> dict[str, Any]:
+        """Everything else to save, as JSON."""
+        loader = self.loader.state_dict()
+        return {
+            "loader": loader,
+            "consumed_samples": loader["consumed_samples"],
+            "loss_scale": self.optimizer.scaler.state_dict() if self.optimizer.scaler else None,
+            "schedule": describe_schedule(config),
+            "spikes": self.spikes.state_dict(),
+            "world_size": mesh.world_size,
+            "data_fingerprint": self.data_fingerprint,
+            "config": to_dict(config),
+        }
 
 
 def resume_or_start(config: TrainConfig, state: TrainState, mesh: Mesh) -> Start:
@@ -74,32 +79,41 @@ def resume_or_start(config: TrainConfig, state: TrainState, mesh: Mesh) -> Start
 
     Raises:
         CheckpointError: if `--load` holds none, or the one found does not fit the model or the data.
+        ConfigError: if its schedule is not this run's, and nothing says which one holds.
     """
     seed_dropout(config.seed, mesh)
-    found = do_on_first(lambda: choose_checkpoint(config.checkpoint), mesh.dp_group)
+    if config.checkpoint.save is not None:
+        save = Path(config.checkpoint.save)
+        do_on_first(lambda: store.prepare_folder(save), mesh.dp_group)
+    found = choose_checkpoint(config.checkpoint, mesh)
     for line in found.passed_over:
         say(mesh, f" passed over {line}")
     if found.path is None:
-        return Start()
-    step = load_checkpoint(found.path, config, state, mesh)
-    say(mesh, f" resumed from {found.path}: going on after iteration {step}")
-    save = config.checkpoint.save
-    return Start(step, is_own=save is not None and _is_same(str(found.path.parent), save))
+        if config.checkpoint.is_finetune:
+            take_weights(config, state, mesh)
+        return Start(config)
+    start = load_checkpoint(found.path, config, state, mesh)
+    say(mesh, f" resumed from {found.path}: going on after iteration {start.step}")
+    return start
 
 
-def choose_checkpoint(config: CheckpointConfig) -> store.Found:
-    """The last good checkpoint of `save`, else of `load`; none for a fresh start.
+def choose_checkpoint(config: CheckpointConfig, mesh: Mesh) -> store.Found:
+    """The last good checkpoint of `save`, else of `load` unless only its weights are wanted; none for a fresh start.
 
     Raises:
-        FileAccessError: if the `save` folder cannot be written.
         CheckpointError: if a folder holds checkpoints and none is good, or `load` is another folder and holds none.
     """
     found = store.Found(None, ())
     if config.save is not None:
-        store.prepare_folder(Path(config.save))
-        found = store.find_checkpoint(Path(config.save), CONTENTS)
-    if found.path is None and config.load is not None and not _is_same(config.load, config.save):
-        found = store.find_checkpoint(Path(config.load), CONTENTS)
+        found = store.find_checkpoint(Path(config.save), CONTENTS, mesh.dp_group)
+    wants_load = config.load is not None and not config.is_finetune and not _is_same(config.load, config.save)
+    if found.path is None and config.load is not None and wants_load:
+        if do_on_first(lambda: find_megatron(Path(str(config.load))), mesh.dp_group) is not None:
+            raise CheckpointError(
+                f"--load {config.load}: a checkpoint of Megatron-Core, of which the weights can be taken: "
+                "give --finetune"
+            )
+        found = store.find_checkpoint(Path(config.load), CONTENTS, mesh.dp_group)
         if found.path is None:
             raise CheckpointError(f"--load {config.load}: no complete checkpoint there; drop the flag to start afresh")
     return found
@@ -110,28 +124,82 @@ def _is_same(one: str, other: str | None) -> bool:
 
 
 @torch.no_grad()
-def load_checkpoint(path: Path, config: TrainConfig, state: TrainState, mesh: Mesh) -> int:
-    """Fill model, optimizer, random streams and the loader's position; returns the step that was complete."""
+def take_weights(config: TrainConfig, state: TrainState, mesh: Mesh) -> None:
+    """Fill the weights alone from `--load`: a checkpoint of this trainer, of Megatron-Core, or a Hugging Face folder.
+
+    Raises:
+        CheckpointError: if there is none, or a tensor does not fit.
+    """
+    assert config.checkpoint.load is not None, "checked with the configuration"
+    folder = Path(config.checkpoint.load)
+    assert config.model.vocab_size is not None, "known once the data are open"
+    weights, path = read_weights(folder, config.model, flag="--load")
+    lines = fill_weights(
+        state.optimizer.masters,
+        weights,
+        path,
+        vocab_size=config.model.vocab_size,
+        may_grow=config.checkpoint.grow,
+    )
+    state.optimizer.copy_to_weights()
+    say(mesh, f" weights from {describe_source(path)}; everything else begins anew")
+    for line in lines:
+        say(mesh, f" note: {line}")
+
+
+@torch.no_grad()
+def load_checkpoint(path: Path, config: TrainConfig, state: TrainState, mesh: Mesh) -> Start:
+    """Fill model, optimizer, random streams and the loader's position; returns where to go on."""
     saved = store.read_state(path)
-    weights, moments = store.read_tensors(path, "model"), store.read_tensors(path, "optimizer")
-    full = {name: moments.pop(f"master.{name}", weight) for name, weight in weights.items()}
-    own = state.optimizer.list_tensors()
-    store.fill_tensors(dict(state.model.module.named_parameters()), weights, path)
-    store.fill_tensors(state.optimizer.masters, full, path)
-    store.fill_tensors({name: own[name] for name in own if not name.startswith("master.")}, moments, path)
+    config = settle_schedule(config, saved, path)
+    shapes = list_shapes(path)
+    targets = list_targets(config, state, shapes)
+    if config.checkpoint.loads_optimizer:
+        check_tensors(path, targets, saved=_without_masters(shapes, targets), known="optimizer/")
+    check_tensors(path, _list_weights(state), saved=shapes, known="model/")
+    streams = {}
+    if config.checkpoint.loads_rng:
+        own = {name: value for name, value in get_rng_state(mesh).items() if f"rng/{name}.{mesh.dp_rank}" in shapes}
+        streams = {name: torch.empty_like(value) for name, value in own.items()}
+        targets |= {f"rng/{name}.{mesh.dp_rank}": value for name, value in streams.items()}
+    load_tensors(targets, path, mesh.dp_group)
     state.optimizer.copy_to_weights()
     state.loader.load_state_dict(saved["loader"])
-    if state.optimizer.scaler is not None and saved.get("loss_scale"):
+    if config.checkpoint.loads_optimizer and state.optimizer.scaler is not None and saved.get("loss_scale"):
         state.optimizer.scaler.load_state_dict(saved["loss_scale"])
-    _restore_streams(path, config, int(saved["iteration"]), mesh)
-    return int(saved["iteration"])
-
-
-def _restore_streams(path: Path, config: TrainConfig, step: int, mesh: Mesh) -> None:
-    """Each rank goes on with its own stream; a rank that the saved run did not have starts one at this step."""
-    saved = store.read_tensors(path, "rng")
-    own = {name.split(".")[0]: value for name, value in saved.items() if name.endswith(f".{mesh.dp_rank}")}
-    if own:
-        set_rng_state(own, mesh)
-    else:
+    state.spikes.load_state_dict(saved.get("spikes"))
+    step = int(saved["iteration"])
+    if streams:
+        set_rng_state(streams, mesh)
+    else:  # a rank that the saved run did not have, or none are wanted: a stream of its own from this step on
         seed_dropout(config.seed, mesh, step=step)
+    save = config.checkpoint.save
+    is_own = save is not None and _is_same(str(path.parent), save)
+    return Start(config, step, is_own=is_own, source=str(path))
+
+
+def list_targets(config: TrainConfig, state: TrainState, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The tensors to fill, by the names they have in the checkpoint.
+
+    Masters are filled from saved masters where there are any, else from the weights (another precision); the weights
+    follow from the masters.
+    """
+    targets = {}
+    for name, master in state.optimizer.masters.items():
+        full = f"optimizer/master.{name}"
+        targets[full if full in shapes else f"model/{name}"] = master
+    if config.checkpoint.loads_optimizer:
+        own = state.optimizer.list_tensors()
+        targets |= {f"optimizer/{name}": own[name] for name in own if not name.startswith("master.")}
+    return targets
+
+
+def _list_weights(state: TrainState) -> dict[str, Tensor]:
+    return {f"model/{name}": weight for name, weight in state.optimizer.weights.items()}
+
+
+def _without_masters(
+    shapes: Mapping[str, tuple[int, ...]], targets: Mapping[str, Tensor]
+) -> dict[str, tuple[int, ...]]:
+    """What the checkpoint holds, without masters that this run does not ask for."""
+    return {name: s for name, s in shapes.items() if name in targets or not name.startswith("optimizer/master.")}

@@ -2,80 +2,169 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from megaflow_trainer.checkpoint.initial import fill_weights, read_weights
-from megaflow_trainer.config.batch import batch_phases
-from megaflow_trainer.config.cost_table import choose_parts
+from megaflow.errors import FileAccessError
+from megaflow_trainer.checkpoint.saver import Saver
+from megaflow_trainer.checkpoint.store import Keeping
+from megaflow_trainer.config.exit_codes import FINISHED, OUT_OF_TIME, STOPPED
 from megaflow_trainer.config.sections import TrainConfig
-from megaflow_trainer.model.gpt import GPT, build_gpt
-from megaflow_trainer.model.init import init_weights
-from megaflow_trainer.model.sockets import Sockets
-from megaflow_trainer.ops.attention import ATTENTION
-from megaflow_trainer.ops.registry import Need, choose
-from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
-from megaflow_trainer.optim.scaler import build_scaler
-from megaflow_trainer.optim.schedule import build_planner
-from megaflow_trainer.parallel.apply import ParallelModel, parallelize
-from megaflow_trainer.parallel.collectives import do_on_first
+from megaflow_trainer.parallel.collectives import own_group
 from megaflow_trainer.parallel.mesh import Mesh
-from megaflow_trainer.training.clock import CHECKPOINT, EVAL, Clock
+from megaflow_trainer.training.build import Run, set_up
+from megaflow_trainer.training.clock import CHECKPOINT, EVAL
 from megaflow_trainer.training.data import build_loader, open_data, with_vocabulary
 from megaflow_trainer.training.evaluate import evaluate
-from megaflow_trainer.training.feed import Feed
+from megaflow_trainer.training.ledger import Ledger, StepResult
 from megaflow_trainer.training.lock import hold_folders
-from megaflow_trainer.training.manifest import write_manifest
-from megaflow_trainer.training.metrics import MetricsLog, prepare_metrics, say
-from megaflow_trainer.training.preflight import describe_needs, refuse_device
-from megaflow_trainer.training.resume import Start, TrainState, resume_or_start, save_checkpoint
+from megaflow_trainer.training.manifest import Ending, record_end
+from megaflow_trainer.training.metrics import MetricsLog
+from megaflow_trainer.training.oom import explain_shortage
+from megaflow_trainer.training.preflight import refuse_device
+from megaflow_trainer.training.profile import Profiler
+from megaflow_trainer.training.say import say
 from megaflow_trainer.training.step import train_step
-from megaflow_trainer.training.stop import EXIT_STOPPED, StopVote
-from megaflow_trainer.training.stream_data import describe_batches
+from megaflow_trainer.training.stop import Stop, StopVote
+from megaflow_trainer.training.watchdog import Watchdog
 
 
 def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
     """Train as the configuration says, from the last complete checkpoint on.
 
     Returns:
-        0 when the run is finished, EXIT_STOPPED when it was asked to stop.
+        An exit code: finished, or stopped and to be started again.
 
     Raises:
         MegaflowError: whatever the user, the files or the cluster got wrong, in one sentence.
     """
+    limit = config.guard.exit_minutes
+    deadline_s = None if limit is None else time.monotonic() + 60 * limit
     refuse_device(config, mesh.device)
     data = open_data(config)
     config = with_vocabulary(config, data)
-    model = build_model(config, mesh)
-    optimizer, planner = build_optimizer(model, config), build_planner(config)
-    with hold_folders(config, mesh), build_loader(data.train, config, mesh) as loader:
-        state = TrainState(model=model, optimizer=optimizer, loader=loader, data_fingerprint=data.train.fingerprint)
-        start = resume_or_start(config, state, mesh)
-        consumed, clock = loader.consumed_samples, Clock(mesh.device)
-        phases, last = batch_phases(config.step), config.last_step
-        origin = describe_batches(phases, data.train, consumed=consumed, last_step=last)
-        introduce(config, mesh, start, origin, [*notes, *data.notes])
-        feed = Feed(loader, mesh.device, clock, vocab_size=data.vocab_size, eod_id=data.eod_id)
-        with StopVote(mesh) as stop, MetricsLog(config, mesh, clock) as log:
-            for step in range(start.step + 1, config.last_step + 1):
-                plan = planner.plan(consumed)
-                consumed += plan.num_samples
-                report = train_step(model, optimizer, feed, mesh, clock, config, plan=plan)
-                log.write(step, consumed, report)
-                if data.valid and is_due(step, config.eval.every, config.last_step):
-                    with clock.phase(EVAL):
-                        log.write_validation(step, evaluate(model, data, config, mesh))
-                is_stopping = stop.is_agreed()
-                if config.checkpoint.save and (is_stopping or is_due(step, config.checkpoint.every, config.last_step)):
-                    with clock.phase(CHECKPOINT):
-                        save_checkpoint(config, step, state, mesh)
-                if is_stopping:
-                    say(mesh, f" stopped by SIGTERM after iteration {step}; {describe_restart(config)}")
-                    return EXIT_STOPPED
-    return 0
+    with (
+        hold_folders(config, mesh),
+        explain_shortage(config, mesh.device),
+        build_loader(data.train, config, mesh) as loader,
+    ):
+        run = set_up(config, data, loader, mesh, [*notes, *data.notes])
+        with record_end(run.folder, mesh) as ending, open_saver(run) as saver:
+            ending.exit_code = loop(run, saver, ending, deadline_s)
+            ending.reason = "finished" if ending.exit_code == FINISHED else "stopped, to be started again"
+        return ending.exit_code
+
+
+def loop(run: Run, saver: Saver | None, ending: Ending, deadline_s: float | None) -> int:
+    """All steps that are left; returns the exit code."""
+    config, mesh, clock = run.config, run.mesh, run.clock
+    consumed, ledger = run.state.loader.consumed_samples, Ledger(clock)
+    with (
+        StopVote(mesh, deadline_s=deadline_s) as vote,
+        MetricsLog(config, mesh) as log,
+        Profiler(config, mesh, clock) as profiler,
+        Watchdog(clock, run.folder, mesh.rank, hang_s=config.guard.hang_s),
+    ):
+        clock.restart()
+        for step in range(run.start.step + 1, config.last_step + 1):
+            clock.step = step
+            profiler.before(step)
+            plan = run.planner.plan(consumed)
+            consumed += plan.num_samples
+            report = train_step(
+                run.state.model,
+                run.state.optimizer,
+                run.feed,
+                mesh,
+                clock,
+                config,
+                plan=plan,
+                has_norm=log.is_due(step),
+            )
+            profiler.after(step)
+            write_down(run, log, ledger.add(step, consumed, report))
+            ending.iteration = step
+            if run.data.valid and is_due(step, config.eval.every, config.last_step):
+                write_down(run, log, ledger.flush())
+                with clock.phase(EVAL):
+                    log.write_validation(step, evaluate(run.state.model, run.data, config, mesh, clock))
+            stop = find_stop(run, vote, saver, step)
+            if saver and (stop or is_due(step, config.checkpoint.every, config.last_step)):
+                write_down(run, log, ledger.flush())
+                with clock.phase(CHECKPOINT):
+                    saver.start(step, run.state.list_tensors(mesh), run.state.describe(config, mesh))
+            tell_saved(mesh, log, saver)
+            if stop and step < config.last_step:
+                write_down(run, log, ledger.flush())
+                return leave(run, log, saver, stop, vote, step)
+        write_down(run, log, ledger.flush())
+        if saver:
+            saver.finish()
+            tell_saved(mesh, log, saver)
+    return FINISHED
+
+
+def write_down(run: Run, log: MetricsLog, results: Sequence[StepResult]) -> None:
+    """Judge and log steps whose numbers have arrived.
+
+    Raises:
+        DivergedError: on all ranks, after too many bad steps in a row.
+    """
+    for result in results:
+        event = run.guard.judge(result)
+        log.write_event(event)
+        log.write(result)
+        run.guard.check(event)
+
+
+def find_stop(run: Run, vote: StopVote, saver: Saver | None, step: int) -> Stop:
+    """Whether all ranks stop after this step, and why.
+
+    Raises:
+        FileAccessError: on all ranks, if a checkpoint could not be written.
+    """
+    stop = vote.is_agreed(has_fault=saver is not None and saver.has_failed)
+    if stop is Stop.FAULT:
+        assert saver is not None, "the only one that has faults"
+        saver.finish()
+        raise FileAccessError(f"{saver.root}: a rank could not write its part of a checkpoint; it says why")
+    every = run.config.guard.exit_every
+    return Stop.OUT_OF_TIME if stop is Stop.NO and every and step % every == 0 else stop
+
+
+def leave(run: Run, log: MetricsLog, saver: Saver | None, stop: Stop, vote: StopVote, step: int) -> int:
+    """End a run that was asked to stop, once its checkpoint is published."""
+    if saver:
+        saver.finish()
+        tell_saved(run.mesh, log, saver)
+    reason = "its time limit"
+    if stop is Stop.SIGNAL:
+        reason = vote.signal.name if vote.signal else "a signal to another rank"
+    say(run.mesh, f" stopped by {reason} after iteration {step}; {describe_restart(run.config)}")
+    return STOPPED if stop is Stop.SIGNAL else OUT_OF_TIME
+
+
+def tell_saved(mesh: Mesh, log: MetricsLog, saver: Saver | None) -> None:
+    """Say which checkpoints were published since the last call."""
+    for saved in saver.take_saved() if saver else []:
+        log.write_event({"iteration": saved.step, "event": "checkpoint", "write_s": saved.write_s})
+        say(mesh, f" saved iteration {saved.step} in {saved.path}")
+
+
+@contextmanager
+def open_saver(run: Run) -> Iterator[Saver | None]:
+    """What saves the run, on a group of its own; None if it is not to be saved."""
+    own = run.config.checkpoint
+    if own.save is None:
+        yield None
+        return
+    keeping = Keeping(last=own.keep_last, every=own.keep_every)
+    with own_group(run.mesh.dp_group) as group:
+        saver = Saver(Path(own.save), group, keeping=keeping, is_async=own.is_async, on_progress=run.clock.beat)
+        with saver:
+            yield saver
 
 
 def is_due(step: int, every: int | None, last: int) -> bool:
@@ -88,73 +177,3 @@ def describe_restart(config: TrainConfig) -> str:
     if config.checkpoint.save is None:
         return "nothing was saved: give --save to be able to go on"
     return f"the same command goes on from the last checkpoint in {config.checkpoint.save}"
-
-
-def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
-    """The model with initial weights, ready for the mesh."""
-    torch.set_float32_matmul_precision("high" if config.step.allows_tf32 else "highest")
-    dtype = torch.float64 if config.step.dtype == "fp64" else DTYPES[config.step.dtype]
-    need = Need(
-        device=mesh.device, dtype=dtype, head_dim=config.model.head_width, has_window=config.model.window is not None
-    )
-    attention = choose("attention", ATTENTION, config.model.attention, need)
-    model = build_gpt(config.model, Sockets(attention=attention.function), device=mesh.device, dtype=dtype)
-    init_weights(model, config.model, seed=config.seed)
-    if config.checkpoint.init_from is not None:
-        start_from(Path(config.checkpoint.init_from), model, config, mesh)
-    return parallelize(
-        model,
-        mesh,
-        recompute=config.recompute,
-        parts=choose_parts(config),
-        grad_dtype=DTYPES[config.optim.main_grad_dtype],
-        measure_every=config.log.every * config.step.sizes.num_micro_batches,
-    )
-
-
-def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:
-    """The optimizer over what the mesh left to this rank."""
-    base = config.model.mup_base_dim
-    ratio = 1.0 if base is None or config.optim.kind != "adamw" else base / config.model.hidden_dim
-    parameters = model.gradients.parameters
-    return Optimizer(parameters, config.optim, mup_ratio=ratio, scaler=build_scaler(config.step))
-
-
-def start_from(folder: Path, model: GPT, config: TrainConfig, mesh: Mesh) -> None:
-    """Take the initial weights from a folder; the first rank reads, `parallelize` sends them to the others."""
-    assert config.model.vocab_size is not None, "known once the data are open"
-    vocab_size, may_grow = config.model.vocab_size, config.checkpoint.grow
-
-    def read() -> list[str]:
-        weights, path = read_weights(folder)
-        targets = dict(model.named_parameters())
-        lines = fill_weights(targets, weights, path, vocab_size=vocab_size, may_grow=may_grow)
-        return [f"initial weights from {path}", *lines]
-
-    for line in do_on_first(read, mesh.dp_group):
-        say(mesh, f" note: {line}")
-
-
-def introduce(config: TrainConfig, mesh: Mesh, start: Start, data: dict[str, Any], notes: Sequence[str]) -> None:
-    """Say once what is about to run, and write it into the run folder."""
-    assert config.log.run_dir is not None, "resolved"
-    folder = Path(config.log.run_dir)
-
-    def prepare() -> None:
-        write_manifest(folder, config, mesh, start_step=start.step, data=data)
-        prepare_metrics(folder, keep_until=start.step if start.is_own else None)
-
-    do_on_first(prepare, mesh.dp_group)
-    for note in notes:
-        say(mesh, f" note: {note}")
-    for line in describe_needs(config, mesh.device):
-        say(mesh, f" {line}")
-    step = config.step
-    say(
-        mesh,
-        f" training on {mesh.world_size} x {mesh.device.type} ({mesh.backend}, {step.dtype}): global batch "
-        f"{step.global_batch_size} = {step.micro_batch_size} x {mesh.dp_size} x {step.num_micro_batches}, "
-        f"iterations {start.step + 1} to {config.num_steps}, run folder {folder}",
-    )
-    if start.step >= config.last_step:
-        say(mesh, f" nothing to do: iteration {start.step} is already complete; raise --train-iters to go on")

@@ -1,0 +1,164 @@
+"""Building a run: everything the loop needs, made once and in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megaflow import Loader
+from megaflow_trainer.checkpoint.initial import describe_source, fill_weights, read_weights
+from megaflow_trainer.config.batch import batch_phases
+from megaflow_trainer.config.cost_table import choose_parts
+from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.model.gpt import GPT, build_gpt
+from megaflow_trainer.model.init import init_weights
+from megaflow_trainer.model.sockets import Sockets
+from megaflow_trainer.ops.attention import ATTENTION
+from megaflow_trainer.ops.registry import Need, choose
+from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
+from megaflow_trainer.optim.scaler import build_scaler
+from megaflow_trainer.optim.schedule import Planner, build_planner
+from megaflow_trainer.parallel.apply import ParallelModel, parallelize
+from megaflow_trainer.parallel.collectives import do_on_first
+from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.training.clock import Clock
+from megaflow_trainer.training.data import RunData
+from megaflow_trainer.training.documents import Documents
+from megaflow_trainer.training.feed import Feed
+from megaflow_trainer.training.guards import Guard
+from megaflow_trainer.training.manifest import Origin, describe_data, write_manifest
+from megaflow_trainer.training.preflight import describe_needs
+from megaflow_trainer.training.resume import Start, TrainState, resume_or_start
+from megaflow_trainer.training.say import say
+from megaflow_trainer.training.sinks import prepare_metrics
+from megaflow_trainer.training.spikes import SpikeWatch
+from megaflow_trainer.training.stream_data import describe_batches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What the loop uses."""
+
+    config: TrainConfig
+    mesh: Mesh
+    data: RunData
+    state: TrainState
+    start: Start
+    planner: Planner
+    clock: Clock
+    feed: Feed
+    guard: Guard
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        assert self.config.log.run_dir is not None, "resolved"
+        return Path(self.config.log.run_dir)
+
+
+def set_up(config: TrainConfig, data: RunData, loader: Loader, mesh: Mesh, notes: Sequence[str]) -> Run:
+    """Build model and optimizer, fill them from the last complete checkpoint, and say once what is about to run.
+
+    Raises:
+        MegaflowError: whatever the user, the files or the cluster got wrong, in one sentence.
+    """
+    model = build_model(config, mesh)
+    optimizer = build_optimizer(model, config)
+    spikes = SpikeWatch(window=config.guard.spike_window, threshold=config.guard.spike_threshold)
+    state = TrainState(
+        model=model, optimizer=optimizer, loader=loader, data_fingerprint=data.train.fingerprint, spikes=spikes
+    )
+    start = resume_or_start(config, state, mesh)
+    config = start.config  # the checkpoint's schedule, if that is to hold
+    clock = Clock(mesh.device)
+    run = Run(
+        config=config,
+        mesh=mesh,
+        data=data,
+        state=state,
+        start=start,
+        planner=build_planner(config),
+        clock=clock,
+        feed=Feed(loader, mesh.device, clock, vocab_size=data.vocab_size, eod_id=data.eod_id),
+        guard=Guard(config, mesh, Documents(data.train), spikes),
+    )
+    introduce(run, notes)
+    return run
+
+
+def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
+    """The model with initial weights, ready for the mesh."""
+    torch.set_float32_matmul_precision("high" if config.step.allows_tf32 else "highest")
+    dtype = torch.float64 if config.step.dtype == "fp64" else DTYPES[config.step.dtype]
+    need = Need(
+        device=mesh.device, dtype=dtype, head_dim=config.model.head_width, has_window=config.model.window is not None
+    )
+    attention = choose("attention", ATTENTION, config.model.attention, need)
+    model = build_gpt(config.model, Sockets(attention=attention.function), device=mesh.device, dtype=dtype)
+    init_weights(model, config.model, seed=config.seed)
+    if config.checkpoint.init_from is not None:
+        start_from(Path(config.checkpoint.init_from), model, config, mesh)
+    return parallelize(
+        model,
+        mesh,
+        recompute=config.recompute,
+        parts=choose_parts(config),
+        grad_dtype=DTYPES[config.optim.main_grad_dtype],
+        measure_every=config.log.every * config.step.sizes.num_micro_batches,
+    )
+
+
+def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:
+    """The optimizer over what the mesh left to this rank."""
+    base = config.model.mup_base_dim
+    ratio = 1.0 if base is None or config.optim.kind != "adamw" else base / config.model.hidden_dim
+    parameters = model.gradients.parameters
+    return Optimizer(parameters, config.optim, mup_ratio=ratio, scaler=build_scaler(config.step))
+
+
+def start_from(folder: Path, model: GPT, config: TrainConfig, mesh: Mesh) -> None:
+    """Take the initial weights from a folder; the first rank reads, `parallelize` sends them to the others."""
+    assert config.model.vocab_size is not None, "known once the data are open"
+    vocab_size, may_grow = config.model.vocab_size, config.checkpoint.grow
+
+    def read() -> list[str]:
+        weights, path = read_weights(folder, config.model)
+        targets = dict(model.named_parameters())
+        lines = fill_weights(targets, weights, path, vocab_size=vocab_size, may_grow=may_grow)
+        return [f"initial weights from {describe_source(path)}", *lines]
+
+    for line in do_on_first(read, mesh.dp_group):
+        say(mesh, f" note: {line}")
+
+
+def introduce(run: Run, notes: Sequence[str]) -> None:
+    """Say once what is about to run, and write it into the run folder."""
+    config, mesh, start = run.config, run.mesh, run.start
+    prefix = str(getattr(getattr(run.data.train, "indexed", None), "prefix", config.data.path[0]))
+    batches = describe_batches(
+        batch_phases(config.step),
+        run.data.train,
+        consumed=run.state.loader.consumed_samples,
+        last_step=config.last_step,
+    )
+    data = {**batches, "train": describe_data(prefix, run.data.train)}
+    if run.data.valid is not None:
+        data["valid"] = describe_data(prefix, run.data.valid)
+    write_manifest(run.folder, config, mesh, Origin(step=start.step, checkpoint=start.source, data=data))
+    do_on_first(lambda: prepare_metrics(run.folder, keep_until=start.step if start.is_own else None), mesh.dp_group)
+    for note in notes:
+        say(mesh, f" note: {note}")
+    for line in describe_needs(config, mesh.device):
+        say(mesh, f" {line}")
+    step = config.step
+    say(
+        mesh,
+        f" training on {mesh.world_size} x {mesh.device.type} ({mesh.backend}, {step.dtype}): global batch "
+        f"{step.global_batch_size} = {step.micro_batch_size} x {mesh.dp_size} x {step.num_micro_batches}, "
+        f"iterations {start.step + 1} to {config.num_steps}, run folder {run.folder}",
+    )
+    if start.step >= config.last_step:
+        say(mesh, f" nothing to do: iteration {start.step} is already complete; raise --train-iters to go on")

@@ -1,0 +1,115 @@
+"""`--profile`: a Chrome trace of some steps and a table of where they went, in `profile/` of the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.training.clock import Clock
+from megaflow_trainer.training.say import say
+
+_PHASE = "phase: "
+_ROWS = 15
+
+
+class Profiler:
+    """Profiles the steps that the configuration names, on the ranks that it names.
+
+    Args:
+        config: which steps and ranks.
+        mesh: this rank.
+        clock: is told to name phases while steps are profiled.
+    """
+
+    def __init__(self, config: TrainConfig, mesh: Mesh, clock: Clock) -> None:
+        own, self.mesh, self.clock = config.log, mesh, clock
+        self.is_on = own.is_profiled and str(mesh.rank) in own.profile_ranks
+        self.first, self.last = own.profile_start, own.profile_end
+        self.folder = Path(own.run_dir or ".") / "profile"
+        self.num_steps = 0
+        self._profile: Any = None
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def before(self, step: int) -> None:
+        """Begin if this is the first profiled step (of those that are left after a resume)."""
+        if self.is_on and self._profile is None and self.first <= step <= self.last:
+            activities = [ProfilerActivity.CPU]
+            if self.mesh.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+                torch.cuda.synchronize(self.mesh.device)
+            self._profile, self.num_steps = profile(activities=activities, acc_events=True), 0
+            self._profile.start()
+            self.clock.is_traced = True
+
+    def after(self, step: int) -> None:
+        """End and write if this was the last profiled step; waits for the device then."""
+        if self._profile is None:
+            return
+        self.num_steps += 1
+        if step < self.last:
+            return
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
+        done, self._profile = self._profile, None
+        done.stop()
+        self.clock.is_traced = False
+        self._write(done, step)
+
+    def _write(self, done: Any, step: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stem = self.folder / f"rank_{self.mesh.rank}_to_{step}"
+        done.export_chrome_trace(f"{stem}.json")
+        table = format_table(done.events(), self.num_steps, is_cuda=self.mesh.device.type == "cuda")
+        Path(f"{stem}.txt").write_text(table + "\n", encoding="utf-8")
+        say(self.mesh, f" profile of {self.num_steps} steps: {stem}.json for a trace viewer, the table in {stem}.txt")
+        say(self.mesh, table)
+
+
+def format_table(events: Sequence[Any], num_steps: int, *, is_cuda: bool) -> str:
+    """Phases, the operations with the most time of their own, and on a GPU how long no kernel ran. ms per step."""
+    phases = [event for event in events if event.name.startswith(_PHASE) and event.device_type.name == "CPU"]
+    lines = [f"{'phase':<40} {'host ms/step':>14}"]
+    names = dict.fromkeys(event.name for event in phases)
+    for name in names:
+        total = sum(event.cpu_time_total for event in phases if event.name == name)
+        lines.append(f"{name.removeprefix(_PHASE):<40} {total / 1e3 / num_steps:>14.3f}")
+    field = "self_device_time_total" if is_cuda else "self_cpu_time_total"
+    by_name: dict[str, tuple[float, int]] = {}
+    for event in events:
+        if not event.name.startswith((_PHASE, "Profiler")):
+            time, calls = by_name.get(event.name, (0.0, 0))
+            by_name[event.name] = (time + getattr(event, field), calls + 1)
+    lines += ["", f"{'operation, by its own time on the device':<60} {'ms/step':>10} {'calls/step':>11}"]
+    for name, (time, calls) in sorted(by_name.items(), key=lambda item: -item[1][0])[:_ROWS]:
+        lines.append(f"{name[:60]:<60} {time / 1e3 / num_steps:>10.3f} {calls / num_steps:>11.1f}")
+    if is_cuda:
+        kernels = [(e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"]
+        if kernels:
+            whole = max(end for _, end in kernels) - min(start for start, _ in kernels)
+            lines += ["", f"no kernel ran for {1 - measure_union(kernels) / whole:.1%} of {whole / 1e3:.1f} ms"]
+    return "\n".join(lines)
+
+
+def measure_union(spans: Iterable[tuple[float, float]]) -> float:
+    """How much is covered by spans that may overlap."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
