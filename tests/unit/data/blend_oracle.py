@@ -12,13 +12,16 @@ Order = tuple[NDArray[np.int16], NDArray[np.int64]]
 
 
 def weighted(weights: Sequence[float], size: int) -> Order:
-    """`size` samples: each step draws the dataset that lags most behind its share, the first of several."""
+    """`size` samples: each step draws the dataset that lags most behind its share, the first of several.
+
+    An empty dataset (share 0) is never drawn; in Megatron a tie at lag 0 would draw it and fail at its first sample.
+    """
     shares = np.array(weights, dtype=np.float64)
     shares = shares / shares.sum()
     counts = np.zeros(len(shares))
     datasets, samples = np.zeros(size, np.int16), np.zeros(size, np.int64)
     for step in range(size):
-        drawn = int(np.argmax(shares * max(float(step), 1.0) - counts))
+        drawn = int(np.argmax(np.where(shares > 0, shares * max(float(step), 1.0) - counts, -np.inf)))
         datasets[step], samples[step] = drawn, counts[drawn]
         counts[drawn] += 1
     return datasets, samples
