@@ -28,6 +28,7 @@ __all__ = [
     "checksum_file",
     "discover",
     "fill_in_middle",
+    "greedy_counts",
     "merge",
     "normalized_weights",
     "plan_shards",
@@ -290,6 +291,7 @@ class Blend:
     def dataset_sample_index(self) -> ArrayView | None: ...
 
 def share_counts(phases: Sequence[tuple[int, Sequence[float]]], count: int) -> list[int]: ...
+def greedy_counts(weights: Sequence[float], size: int) -> list[int]: ...
 def normalized_weights(weights: Sequence[float]) -> NDArray[np.float64]: ...
 def fill_in_middle(
     source: SampleSource,

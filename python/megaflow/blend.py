@@ -60,6 +60,18 @@ def with_surplus(wanted: Sequence[int]) -> list[int]:
     return [math.ceil(count * SURPLUS) for count in wanted]
 
 
+def sizes_of_megatron(weights: Sequence[float], num_samples: int) -> list[int]:
+    """The same, but enough where that is not: a blend of few samples can draw more of a dataset than its share rounded
+    up and the surplus, and Megatron-LM then fails when it reads the last ones.
+    """
+    wanted = wanted_samples(weights, num_samples)
+    sizes, total, shares = with_surplus(wanted), sum(wanted), normalize(weights)
+    # The dataset that is drawn lags behind its share, so no count passes share x (total - 1) + 1.
+    if all(share * max(total - 1, 1) + 1 <= size for share, size in zip(shares, sizes, strict=True)):
+        return sizes
+    return [max(pair) for pair in zip(sizes, _core.greedy_counts(shares, total), strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class BlendRow:
     """One dataset of a blend: one line of the table at start."""
@@ -189,8 +201,9 @@ class BlendedDataset(SampleDataset):
             size = sum(wanted_samples(weights, self.num_samples))
         else:
             size = min(self.num_samples, sum(len(dataset) for dataset in self.datasets))
-        normalized = normalize(weights)
-        return _core.Blend.greedy(sources, normalized, size, self._cache(normalized, size))
+        # Megatron's builder divides given weights by their sum before its blend does so again; sizes are divided once.
+        given = normalize(weights) if self.is_weighted else weights
+        return _core.Blend.greedy(sources, given, size, self._cache(normalize(given), size))
 
     def _cache(self, weights: Sequence[float], size: int | None) -> Any:
         if self.cache_dir is None:

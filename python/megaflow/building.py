@@ -14,9 +14,8 @@ from megaflow.blend import (
     Phase,
     format_table,
     normalize,
+    sizes_of_megatron,
     table_row,
-    wanted_samples,
-    with_surplus,
 )
 from megaflow.blend_arguments import BlendSpec, DataSpec
 from megaflow.dataset import SPLIT_NAMES, GPTDataset
@@ -157,7 +156,7 @@ class Builder:
         if wanted is None or (weights is None and phases is None):
             return [None] * count
         if self.order == "megatron" and weights is not None:
-            return list(with_surplus(wanted_samples(weights, wanted)))
+            return list(sizes_of_megatron(weights, wanted))
         changing = [(at, list(own)) for at, own in phases] if phases is not None else [(0, normalize(weights or []))]
         return list(_core.share_counts(changing, wanted))
 

@@ -321,6 +321,17 @@ fn share_counts(phases: Vec<(u64, Vec<f64>)>, count: u64) -> PyResult<Vec<u64>> 
     Ok(Phases::new(&phases).map_err(IntoPyErr::into_py_err)?.counts(count))
 }
 
+/// Samples that each dataset gives to a weighted blend of `size` samples in Megatron's order.
+#[pyfunction]
+fn greedy_counts(py: Python<'_>, weights: Vec<f64>, size: u64) -> PyResult<Vec<u64>> {
+    let index = py.without_gil(|| GreedyIndex::weighted(&weights, size))?;
+    let mut counts = vec![0; weights.len()];
+    for dataset in index.dataset_index.iter() {
+        counts[dataset as usize] += 1;
+    }
+    Ok(counts)
+}
+
 /// Weights divided by their sum, in numpy's order of addition.
 #[pyfunction]
 fn normalized_weights<'py>(py: Python<'py>, weights: Vec<f64>) -> Bound<'py, PyArray1<f64>> {
@@ -387,6 +398,7 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyMockDataset>()?;
     module.add_class::<PyBlend>()?;
     module.add_function(wrap_pyfunction!(share_counts, module)?)?;
+    module.add_function(wrap_pyfunction!(greedy_counts, module)?)?;
     module.add_function(wrap_pyfunction!(normalized_weights, module)?)?;
     module.add_function(wrap_pyfunction!(fill_in_middle, module)?)
 }

@@ -41,8 +41,16 @@ def exhaustive(sizes: Sequence[int]) -> Order:
     return datasets, samples
 
 
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """Weights divided by their sum, as Megatron's builder hands them to its blend, which divides once more."""
+    own = np.array(weights, dtype=np.float64)
+    return [float(share) for share in own / np.sum(own)]
+
+
 def sizes_of_weighted(weights: Sequence[float], num_samples: int) -> tuple[int, list[int]]:
     """Samples of a weighted blend, and those for which each dataset is built."""
-    shares = (np.array(weights, dtype=np.float64) / np.sum(np.array(weights, dtype=np.float64))).tolist()
+    shares = shares_of(weights)
     wanted = [math.ceil(num_samples * share) for share in shares]
-    return sum(wanted), [math.ceil(count * 1.005) for count in wanted]
+    drawn = np.bincount(weighted(shares, sum(wanted))[0], minlength=len(weights)).tolist()
+    # Megatron builds for the first of the two and fails where the second is larger.
+    return sum(wanted), [max(math.ceil(count * 1.005), own) for count, own in zip(wanted, drawn, strict=True)]

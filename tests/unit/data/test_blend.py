@@ -17,7 +17,7 @@ from megaflow.blend import BlendedDataset, format_table
 from megaflow.blend_arguments import BlendSpec, DataSpec
 from megaflow.building import Builder, table_rows
 from megaflow.errors import ConfigError
-from unit.data.blend_oracle import exhaustive, sizes_of_weighted, weighted
+from unit.data.blend_oracle import exhaustive, shares_of, sizes_of_weighted, weighted
 from unit.data.oracle import Index, split_ranges, write_documents
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -55,7 +55,7 @@ def test_weighted_blends_equal_the_oracle(data: st.DataObject, weights: list[flo
         train = Builder(seq_len=seq_len, seed=seed, split=split).build(spec, (num_samples, 0, 0)).train
         assert isinstance(train, BlendedDataset)
         size, built_for = sizes_of_weighted(weights, num_samples)
-        datasets, samples = weighted(weights, size)
+        datasets, samples = weighted(shares_of(weights), size)
         np.testing.assert_array_equal(train.dataset_index, datasets)
         np.testing.assert_array_equal(train.dataset_sample_index, samples)
         oracles = []
@@ -108,6 +108,25 @@ def test_blends_without_weights_equal_the_oracle(data: st.DataObject, seed: int,
                 same(blend, exhaustive(sizes))
             else:
                 same(blend, weighted(sizes, min(num_samples, sum(sizes))))
+
+
+def test_a_tie_of_sizes_falls_as_in_megatron(tmp_path: Path) -> None:
+    lengths = ([11, 30, 30], [11, 30, 30, 30], [21])
+    names = [write_documents(tmp_path / str(n), documents_of(own, 500 * n)) for n, own in enumerate(lengths)]
+    spec = DataSpec(BlendSpec(tuple(names)))
+    blend = Builder(seq_len=1, seed=0, split="1,0,0").build(spec, (20, 0, 0)).train
+    assert isinstance(blend, BlendedDataset)
+    same(blend, weighted([len(part) for part in blend.datasets], 20))
+    assert blend.dataset_index[-1] == 0  # dividing by the sum twice would give 1
+
+
+def test_a_blend_of_one_sample_has_all_that_it_draws(tmp_path: Path) -> None:
+    names = [write_documents(tmp_path / str(n), documents_of([1], n)) for n in range(4)]
+    spec = DataSpec(BlendSpec(tuple(names), (1.0, 5.0, 0.5, 0.25)))
+    blend = Builder(seq_len=1, split="1,0,0").build(spec, (1, 0, 0)).train
+    assert isinstance(blend, BlendedDataset)
+    assert [len(part) for part in blend.datasets][1] >= 3  # its share of 1 rounded up, with surplus, is 2
+    assert len(blend.tokens(len(blend) - 1)) == 2
 
 
 def same(blend: BlendedDataset, expected: tuple[Any, Any]) -> None:

@@ -374,12 +374,6 @@ def test_a_damaged_sidecar_is_one_sentence(tmp_path: Path, content: bytes, words
     assert str(caught.value).startswith(f"{made}.json: ")
 
 
-def test_text_instead_of_tokens_gets_the_remedy(tmp_path: Path) -> None:
-    (tmp_path / "c.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(DataFormatError, match=f"preprocess it first: .*c.jsonl`, then --data-path {tmp_path}/c$"):
-        run_tiny(str(tmp_path / "c.jsonl"), [*LENGTH, "--run-dir", str(tmp_path)])
-
-
 def test_fp16_recovers_from_a_scale_far_too_high_and_trains(prefix: str, tmp_path: Path) -> None:
     flags = ["--train-iters", "60", "--global-batch-size", "4", "--fp16", "--loss-scale-window", "1000", "--lr", "1e-2"]
     run_tiny(prefix, [*flags, "--run-dir", str(tmp_path)])

@@ -55,7 +55,7 @@ class SlowLoader:
         self.ready_at = self.time.seconds + self.make_s
 
         class Batch:
-            tokens, labels, sample_ids = rows[:, :-1], rows[:, 1:], np.arange(2)
+            tokens, labels, sample_ids, loss_mask = rows[:, :-1], rows[:, 1:], np.arange(2), None
 
         return Batch
 

@@ -137,16 +137,15 @@ def start_from(folder: Path, model: GPT, config: TrainConfig, mesh: Mesh) -> Non
 def introduce(run: Run, notes: Sequence[str]) -> None:
     """Say once what is about to run, and write it into the run folder."""
     config, mesh, start = run.config, run.mesh, run.start
-    prefix = str(getattr(getattr(run.data.train, "indexed", None), "prefix", config.data.path[0]))
     batches = describe_batches(
         batch_phases(config.step),
         run.data.train,
         consumed=run.state.loader.consumed_samples,
         last_step=config.last_step,
     )
-    data = {**batches, "train": describe_data(prefix, run.data.train)}
+    data = {**batches, "train": describe_data(run.data.train)}
     if run.data.valid is not None:
-        data["valid"] = describe_data(prefix, run.data.valid)
+        data["valid"] = describe_data(run.data.valid)
     write_manifest(run.folder, config, mesh, Origin(step=start.step, checkpoint=start.source, data=data))
     do_on_first(lambda: prepare_metrics(run.folder, keep_until=start.step if start.is_own else None), mesh.dp_group)
     for note in notes:

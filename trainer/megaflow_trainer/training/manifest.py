@@ -105,18 +105,22 @@ def describe_start(config: TrainConfig, mesh: Mesh, origin: Origin) -> dict[str,
     }
 
 
-def describe_data(prefix: str, dataset: Any) -> dict[str, Any]:
-    """A dataset: the pair, its fingerprint, what its order is made of, and its tokenizer if a sidecar tells."""
-    try:
-        sidecar = megaflow.read_sidecar(prefix) or {}
-    except (OSError, ValueError):
-        sidecar = {}
+def describe_data(dataset: Any) -> dict[str, Any]:
+    """A dataset: its fingerprint, what its order is made of, its pairs, and their tokenizers if sidecars tell."""
+    parts = getattr(dataset, "datasets", (dataset,))
+    prefixes = [str(part.indexed.prefix) for part in parts if hasattr(part, "indexed")]
     return {
-        "prefix": str(Path(prefix).resolve()),
         "fingerprint": dataset.fingerprint,
         "description": getattr(dataset, "description", None),
-        "tokenizer": sidecar.get("tokenizer"),
+        "pairs": [{"prefix": str(Path(prefix).resolve()), "tokenizer": _read_tokenizer(prefix)} for prefix in prefixes],
     }
+
+
+def _read_tokenizer(prefix: str) -> Any:
+    try:
+        return (megaflow.read_sidecar(prefix) or {}).get("tokenizer")
+    except (OSError, ValueError):
+        return None
 
 
 def describe_device(device: torch.device) -> str:
