@@ -97,7 +97,9 @@ impl Tokenizer {
         let joined = Mutex::new(Joined { batch, ..Joined::default() });
         thread::scope(|scope| {
             let work = || self.encode_chunks(&chunks, options, &next, &joined);
-            let others: Vec<_> = (1..threads.clamp(1, chunks.len().max(1))).map(|_| scope.spawn(work)).collect();
+            // Where the system has no more threads, fewer do it.
+            let other = |_| thread::Builder::new().spawn_scoped(scope, work).ok();
+            let others: Vec<_> = (1..threads.clamp(1, chunks.len().max(1))).map_while(other).collect();
             let own = work();
             others.into_iter().fold(own, |outcome, other| match other.join() {
                 Ok(other) => outcome.and(other),

@@ -362,6 +362,28 @@ mod tests {
     }
 
     #[test]
+    fn ids_far_above_the_number_of_tokens_take_no_memory() {
+        let letters = (0..=255u8).map(|byte| crate::bpe::token_of(&[byte]));
+        let mut vocab: HashMap<String, u32> = letters.zip(0..).collect();
+        let (mut ids, end) = (Vec::new(), "<|endoftext|>");
+        for far in ["\u{65E5}", "ab"] {
+            vocab.insert(far.to_owned(), u32::MAX);
+            let vocab = serde_json::to_vec(&vocab).unwrap();
+            let json = TokenizerSpec::tokenizer_json_from_vocab_and_merges(&vocab, "").unwrap();
+            let tokenizer = Tokenizer::from_tokenizer_json(&json).unwrap();
+            assert_eq!((tokenizer.engine_kind(), tokenizer.vocab_size()), (EngineKind::HuggingFace, 1 << 32));
+            ids.clear();
+            tokenizer.encoder(EncodeOptions::default()).unwrap().encode("a b", &mut ids).unwrap();
+            assert_eq!(ids, [97, 32, 98]);
+        }
+        let ranks: Ranks = (0..=255u8).map(|byte| (vec![byte], u32::from(byte))).collect();
+        let pat_str = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s".to_owned();
+        let config = TiktokenConfig { pat_str, special_tokens: HashMap::from([(end.to_owned(), u32::MAX)]) };
+        let error = Tokenizer::from_ranks(&ranks, &config).err().unwrap().to_string();
+        assert!(error.contains("ids reach 4294967295, at most 2097152"), "{error}");
+    }
+
+    #[test]
     fn ids_outside_the_vocabulary_are_not_decoded() {
         let tokenizer = Tokenizer::from_tokenizer_json(WORDS.as_bytes()).unwrap();
         assert!(tokenizer.decode(&[3]).unwrap_err().to_string().contains("id 3 is outside"));

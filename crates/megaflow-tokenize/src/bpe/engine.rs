@@ -7,10 +7,11 @@ use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer};
 
 use super::bytes::ByteAlphabet;
+use super::pairs::MAX_TOKENS;
 use super::vocab::{Merge, Tables, Unknown, VocabSource};
 use super::words::{TokenId, WordEncoder};
 use crate::added::{AddedTokens, Piece};
-use crate::fallback::Fallback;
+use crate::fallback::{Fallback, guarded};
 use crate::normalize::Normalizer;
 use crate::post::Surround;
 use crate::scan::{Dialect, Rule, Scanner};
@@ -48,14 +49,18 @@ impl ByteLevel {
     /// An engine for a description, or `None` if it is not byte-level BPE as this engine knows it. `json` is the same
     /// description as text.
     pub(crate) fn from_spec(spec: &TokenizerSpec, json: &[u8]) -> Result<Option<Self>, TokenizeError> {
+        if spec.vocab_size() >= MAX_TOKENS as u64 {
+            return Ok(None); // the tables have a row for each id up to the largest
+        }
         let Some(normalizer) = Normalizer::from_value(&spec.normalizer) else { return Ok(None) };
         let Some(split) = Split::from_value(&spec.pre_tokenizer) else { return Ok(None) };
         let Some(source) = vocab_source(spec) else { return Ok(None) };
         let Some(added) = AddedTokens::new(spec, normalizer)? else { return Ok(None) };
         let Some(surround) = Surround::from_value(&spec.post_processor) else { return Ok(None) };
+        let Ok(tables) = Tables::build(&source) else { return Ok(None) }; // too many tokens
         let is_byte_level = spec.decoder["type"] == "ByteLevel";
         let shared = Shared {
-            tables: Tables::build(&source)?,
+            tables,
             split,
             added,
             normalizer,
@@ -71,6 +76,10 @@ impl ByteLevel {
 impl ByteLevel {
     /// An engine of given parts, without normaliser and post-processor.
     pub(super) fn from_parts(source: &VocabSource, rule: Rule, spec: &TokenizerSpec) -> Result<Self, TokenizeError> {
+        let ids = spec.vocab_size();
+        if ids >= MAX_TOKENS as u64 {
+            return Err(TokenizeError::invalid(format!("ids reach {}, at most {MAX_TOKENS} are handled", ids - 1)));
+        }
         let shared = Shared {
             tables: Tables::build(source)?,
             split: Split::Scan(rule),
@@ -296,7 +305,7 @@ impl Words {
     fn cut_by_reference(&mut self, reference: &PreTokenizerWrapper, text: &str) -> Result<(), TokenizeError> {
         let refused = |detail: String| TokenizeError::Encode { bytes: text.len(), detail };
         let mut pieces = PreTokenizedString::from(text);
-        reference.pre_tokenize(&mut pieces).map_err(|error| refused(error.to_string()))?;
+        guarded(text, || reference.pre_tokenize(&mut pieces))?;
         self.bytes.clear();
         self.ends.clear();
         for (word, _, _) in pieces.get_splits(OffsetReferential::Original, OffsetType::Byte) {

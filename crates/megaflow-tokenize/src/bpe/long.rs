@@ -145,6 +145,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn words_of_one_hash_are_told_apart() {
+        let word = |last: u8| [0x8EBC_6AF0_9C88_C6E3u64.to_le_bytes(), [last; 8]].concat(); // one factor of the hash is 0
+        let mut cache = LongCache::new(1 << 20);
+        assert_eq!(hash(&word(1)), hash(&word(2)));
+        cache.insert(&word(1), hash(&word(1)), &[5]);
+        assert_eq!(cache.get(&word(2), hash(&word(2))), None);
+        cache.insert(&word(2), hash(&word(2)), &[6]);
+        assert_eq!(cache.get(&word(1), hash(&word(1))), Some([5u32.to_le_bytes()].as_slice()));
+        assert_eq!(cache.get(&word(2), hash(&word(2))), Some([6u32.to_le_bytes()].as_slice()));
+    }
+
+    #[test]
     fn the_budget_holds_and_what_is_found_is_right() {
         let budget = 4 << 20;
         let mut cache = LongCache::new(budget);

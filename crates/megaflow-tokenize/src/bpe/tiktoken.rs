@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use super::bytes::ByteAlphabet;
 use super::engine::ByteLevel;
-use super::vocab::{Merge, Unknown, VocabSource};
+use super::vocab::{Lengths, Merge, Unknown, VocabSource};
 use crate::scan::{Dialect, Rule};
 use crate::spec::{ModelSpec, VocabSpec};
 use crate::{AddedTokenSpec, TokenizeError, TokenizerSpec};
@@ -120,8 +120,9 @@ impl ByteLevel {
         let mut by_rank: Vec<&(Vec<u8>, u32)> = ranks.iter().collect();
         by_rank.sort_unstable_by_key(|&&(_, id)| id);
         let mut merges = Vec::with_capacity(ranks.len() * 2);
+        let lengths = Lengths::of(ranks.iter().map(|(bytes, _)| bytes.len()));
         for &(bytes, id) in &by_rank {
-            merges.extend((1..bytes.len()).filter_map(|cut| {
+            merges.extend(lengths.cuts(bytes.len()).filter_map(|cut| {
                 let (left, right) = (*id_of.get(&bytes[..cut])?, *id_of.get(&bytes[cut..])?);
                 Some(Merge { rank: *id, left, right, product: *id })
             }));

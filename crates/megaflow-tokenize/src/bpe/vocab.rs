@@ -53,6 +53,30 @@ pub(crate) enum Unknown {
     },
 }
 
+/// The lengths that tokens have: a token is cut in two only where both halves can be tokens.
+pub(crate) struct Lengths {
+    has: Vec<bool>,
+    all: Vec<usize>,
+}
+
+impl Lengths {
+    /// Of tokens.
+    pub(crate) fn of(lengths: impl Iterator<Item = usize>) -> Self {
+        let mut all: Vec<usize> = lengths.collect();
+        all.sort_unstable();
+        all.dedup();
+        let mut has = vec![false; all.last().map_or(0, |&longest| longest + 1)];
+        all.iter().for_each(|&length| has[length] = true);
+        Self { has, all }
+    }
+
+    /// Places at which a token of one of these lengths may be cut, in rising order.
+    pub(crate) fn cuts(&self, len: usize) -> impl Iterator<Item = usize> + '_ {
+        let shorter = self.all.iter().copied().skip_while(|&cut| cut == 0).take_while(move |&cut| cut < len);
+        shorter.filter(move |&cut| self.has[len - cut])
+    }
+}
+
 /// What [`Tables`] are made from.
 pub(crate) struct VocabSource {
     /// Text and id of each entry; texts are bytes as they stand in the input.

@@ -152,3 +152,11 @@ fn listing_every_way_to_make_a_token_does_not_slow_it_down() {
     let source = by_product(vocabulary(&[(2, 2), (1, 3), (1, 2), (0, 5)], false));
     assert!(Tables::build(&source).unwrap().late.is_none());
 }
+
+#[test]
+fn a_token_is_cut_where_both_halves_have_the_length_of_a_token() {
+    let lengths = Lengths::of([1, 4, 0, 3, 7, 4].into_iter());
+    assert_eq!(lengths.cuts(7).collect::<Vec<_>>(), [3, 4]);
+    assert_eq!(lengths.cuts(4).collect::<Vec<_>>(), [1, 3]);
+    assert_eq!(lengths.cuts(1).count(), 0);
+}

@@ -12,7 +12,7 @@ use super::proto::{Model, ModelKind, PieceKind};
 use super::stepwise::Stepwise;
 use super::unigram::Unigram;
 use crate::added::AddedTokens;
-use crate::bpe::{Merge, Tables, Unknown, VocabSource};
+use crate::bpe::{Lengths, MAX_TOKENS, Merge, Tables, Unknown, VocabSource};
 use crate::normalize::Normalizer;
 use crate::post::Surround;
 use crate::spec::{ModelSpec, VocabSpec};
@@ -39,6 +39,9 @@ fn byte_ids(id_of: impl Fn(&str) -> Option<u32>) -> Option<Box<[u32; 256]>> {
 impl SentencePiece {
     /// An engine for a `tokenizer.json` in the manner of Llama 2, or `None` if it is not one that is known exactly.
     pub(crate) fn from_spec(spec: &TokenizerSpec, text: &[u8]) -> Result<Option<Self>, TokenizeError> {
+        if spec.vocab_size() >= MAX_TOKENS as u64 {
+            return Ok(None);
+        }
         let Some((prepend, cut_at_blanks)) = prepend(spec) else { return Ok(None) };
         let Some((source, fused)) = json_source(spec) else { return Ok(None) };
         let has_normalizer = !spec.normalizer.is_null();
@@ -47,7 +50,7 @@ impl SentencePiece {
         }
         let Some(added) = AddedTokens::new(spec, Normalizer::None)? else { return Ok(None) };
         let Some(surround) = Surround::from_value(&spec.post_processor) else { return Ok(None) };
-        let tables = Tables::build(&source)?;
+        let Ok(tables) = Tables::build(&source) else { return Ok(None) }; // too many tokens
         let joints = Joints::new(&tables, &source, cut_at_blanks);
         Ok(Some(Self::new(Shared {
             algorithm: Algorithm::Bpe { tables: Box::new(tables), joints },
@@ -234,13 +237,14 @@ fn model_source(model: &Model, texts: &[Vec<u8>], unknown: Unknown) -> VocabSour
     let score = |id: u32| model.pieces[id as usize].score;
     by_score.sort_by(|&a, &b| score(b).total_cmp(&score(a)));
     let mut merges = Vec::new();
+    let lengths = Lengths::of(id_of.keys().map(|text| text.len()));
     let mut rank = 0;
     for (place, &id) in by_score.iter().enumerate() {
         if place > 0 && score(by_score[place - 1]) != score(id) {
             rank += 1;
         }
         let text = &texts[id as usize];
-        let cuts = (1..text.len()).filter(|&cut| text[cut] & 0xC0 != 0x80);
+        let cuts = lengths.cuts(text.len()).filter(|&cut| text[cut] & 0xC0 != 0x80);
         merges.extend(cuts.filter_map(|cut| {
             Some(Merge { rank, left: *id_of.get(&text[..cut])?, right: *id_of.get(&text[cut..])?, product: id })
         }));

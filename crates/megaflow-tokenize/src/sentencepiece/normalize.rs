@@ -206,12 +206,45 @@ impl CharsMap {
                 break;
             }
             node ^= offset(unit);
-            if unit >> 8 & 1 == 1 {
+            let at_end_of_char = text.get(index + 1).is_none_or(|next| next & 0xC0 != 0x80);
+            if unit >> 8 & 1 == 1 && at_end_of_char {
                 found = Some(((self.units.get(node)? & !(1 << 31)) as usize, index + 1));
             }
         }
         let (start, len) = found?;
         let string = self.strings.get(start..)?.split(|&byte| byte == 0).next()?;
         Some((std::str::from_utf8(string).ok()?, len))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A map whose only key is one byte, which becomes `x`.
+    fn map_of(byte: u8) -> CharsMap {
+        let child = 256 ^ usize::from(byte);
+        let mut units = vec![0u32; 1024];
+        units[0] = 256 << 10;
+        units[child] = 512 << 10 | 1 << 8 | u32::from(byte);
+        units[child ^ 512] = 1 << 31; // the result begins at 0
+        let units = units.iter().flat_map(|unit| unit.to_le_bytes());
+        let bytes: Vec<u8> = (4096u32.to_le_bytes().into_iter()).chain(units).chain(*b"x\0").collect();
+        CharsMap::read(&bytes).unwrap()
+    }
+
+    #[test]
+    fn a_key_that_ends_within_a_character_does_not_match() {
+        assert_eq!(map_of(b'a').longest(b"ab"), Some(("x", 1)));
+        assert_eq!(map_of(0xE4).longest("\u{4E2D}".as_bytes()), None);
+    }
+
+    #[test]
+    fn damaged_maps_are_refused_and_places_outside_lead_nowhere() {
+        for bytes in [&[][..], &[4, 0, 0, 0], &[0; 8], &[3, 0, 0, 0, 1, 2, 3]] {
+            assert!(CharsMap::read(bytes).is_err(), "{bytes:?}");
+        }
+        let outside = CharsMap { units: vec![u32::MAX], strings: Vec::new() };
+        assert_eq!(outside.longest(b"ab"), None);
     }
 }
