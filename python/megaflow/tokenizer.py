@@ -1,6 +1,7 @@
 """Text to token ids and back."""
 
 import os
+import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaflow import _core
-from megaflow.errors import ConfigError, MissingFileError
+from megaflow.errors import ConfigError, MissingFileError, TokenizerError
 
 GPT2 = "GPT2BPETokenizer"
 HUGGING_FACE = "HuggingFaceTokenizer"
@@ -138,11 +139,14 @@ class Tokenizer:
             uint32 `[tokens]`.
 
         Raises:
-            TokenizerError: under `error`, if the text spells a special token.
+            TokenizerError: under `error`, if the text spells a special token; if the text has a lone surrogate.
         """
-        return self._core.encode(
-            text, special_tokens_in_text=special_tokens_in_text, add_special_tokens=add_special_tokens
-        )
+        try:
+            return self._core.encode(
+                text, special_tokens_in_text=special_tokens_in_text, add_special_tokens=add_special_tokens
+            )
+        except UnicodeEncodeError as error:
+            raise _lone_surrogate(error, "the text") from None
 
     def encode_batch(
         self,
@@ -159,7 +163,7 @@ class Tokenizer:
             texts: any texts; the GIL is released while they are encoded.
             special_tokens_in_text: as for `encode`.
             add_special_tokens: as for `encode`.
-            threads: by default one for each processor; the result does not depend on it.
+            threads: by default (None or 0) one for each processor; the result does not depend on it.
             cache_bytes: most bytes that the word cache of one thread may take. Caches stay warm for the next call with
                 the same settings, so this tokenizer holds their memory, one for each processor at most.
 
@@ -168,23 +172,41 @@ class Tokenizer:
             offsets: int64 `[texts + 1]`; text `i` has `ids[offsets[i]:offsets[i + 1]]`.
 
         Raises:
+            ConfigError: if `threads` or `cache_bytes` is negative.
             TokenizerError: as `encode`, for the first text that cannot be encoded.
         """
-        return self._core.encode_batch(
-            list(texts),
-            special_tokens_in_text=special_tokens_in_text,
-            add_special_tokens=add_special_tokens,
-            threads=threads or os.cpu_count() or 1,
-            cache_bytes=cache_bytes,
-        )
+        texts = list(texts)
+        for name, number in (("threads", threads or 0), ("cache_bytes", cache_bytes)):
+            if number < 0:
+                raise ConfigError(f"{name} must be 0 or more, got {number}")
+        try:
+            return self._core.encode_batch(
+                texts,
+                special_tokens_in_text=special_tokens_in_text,
+                add_special_tokens=add_special_tokens,
+                threads=min(threads or os.cpu_count() or 1, sys.maxsize),
+                cache_bytes=min(cache_bytes, sys.maxsize),
+            )
+        except UnicodeEncodeError as error:
+            raise _lone_surrogate(error, f"text {texts.index(error.object)}") from None
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """Text of token ids, special tokens included.
 
+        Args:
+            ids: whole numbers `[tokens]`.
+
         Raises:
-            TokenizerError: for an id outside the vocabulary.
+            TokenizerError: for an id outside the vocabulary, and for anything but one row of whole numbers.
         """
-        return self._core.decode(np.asarray(ids, dtype=np.int64).tolist())
+        numbers = np.asarray(ids)
+        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+            found = f"{numbers.dtype} of shape {numbers.shape}"
+            raise TokenizerError(f"expected one row of whole numbers as token ids, found {found}")
+        outside = numbers[(numbers < 0) | (numbers >= self.vocab_size)]
+        if outside.size:
+            raise TokenizerError(f"token id {outside[0]} is outside the vocabulary of {self.vocab_size} ids")
+        return self._core.decode(numbers.tolist())
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its text, None if there is none."""
@@ -221,6 +243,15 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load, (self.type, [str(path) for path in self._core.files])
+
+
+def _lone_surrogate(error: UnicodeEncodeError, which: str) -> TokenizerError:
+    """What is wrong with a string that is no Unicode text."""
+    half = ascii(error.object[error.start])
+    return TokenizerError(
+        f"{which} has half of a surrogate pair, {half}, at character {error.start}, and cannot be encoded; replace it, "
+        'for example with text.encode("utf-8", "replace").decode()'
+    )
 
 
 def _has_ranks(files: Sequence[StrPath]) -> bool:

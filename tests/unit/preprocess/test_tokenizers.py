@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megaflow import Tokenizer
-from megaflow.errors import ConfigError, MegaflowError
+from megaflow.errors import ConfigError, MegaflowError, TokenizerError
 
 FILES = {
     "gpt2": "tokenizer.json",
@@ -91,3 +91,38 @@ def test_gpt2_type_with_another_tokenizer_is_refused(shared: Path) -> None:
     model = shared / "data" / "tokenizers" / "bert-base-uncased" / "tokenizer.json"
     with pytest.raises(ConfigError, match="needs a JSON vocabulary and its merges"):
         Tokenizer.from_files(tokenizer_type="GPT2BPETokenizer", tokenizer_model=model)
+
+
+def test_a_lone_surrogate_is_named_with_its_text_and_place() -> None:
+    tokenizer = Tokenizer.gpt2()
+    with pytest.raises(TokenizerError, match=r"^the text has half of a surrogate pair, '\\ud800', at character 1,"):
+        tokenizer.encode("a\ud800b")
+    with pytest.raises(TokenizerError, match=r"^text 2 has half of a surrogate pair"):
+        tokenizer.encode_batch(["a", "b", "\udfff"])
+    assert tokenizer.encode("a\ud800b".encode("utf-8", "replace").decode()).tolist() == [64, 30, 65]
+
+
+def test_threads_and_cache_may_be_of_any_size_but_negative() -> None:
+    tokenizer = Tokenizer.gpt2()
+    expected = tokenizer.encode_batch(["a b"])[0].tolist()
+    assert expected == [64, 275]
+    for settings in ({"threads": 2**70}, {"threads": 0}, {"cache_bytes": 0}, {"cache_bytes": 2**70}):
+        assert tokenizer.encode_batch(["a b"], **settings)[0].tolist() == expected
+    for name in ("threads", "cache_bytes"):
+        with pytest.raises(ConfigError, match=f"{name} must be 0 or more, got -1"):
+            tokenizer.encode_batch(["a b"], **{name: -1})
+
+
+@pytest.mark.parametrize("number", [-1, 50257, 2**32 + 64, 2**63 + 64])
+def test_an_id_outside_the_vocabulary_is_named(number: int) -> None:
+    with pytest.raises(TokenizerError, match=f"token id {number} is outside the vocabulary of 50257 ids"):
+        Tokenizer.gpt2().decode(np.array([64, number], dtype=np.uint64 if number > 2**32 else np.int64))
+
+
+def test_what_is_no_row_of_whole_numbers_is_not_decoded() -> None:
+    tokenizer = Tokenizer.gpt2()
+    for wrong in ([1.5], [[1, 2]], 64, ["64"], [-1, 2**63 + 64]):
+        with pytest.raises(TokenizerError, match="expected one row of whole numbers as token ids, found "):
+            tokenizer.decode(wrong)
+    assert tokenizer.decode([]) == ""
+    assert tokenizer.decode(np.array([64, 275], dtype=np.uint16)) == "a b"
