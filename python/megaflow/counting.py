@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflow.errors import DataFormatError
 from megaflow.indexed import IndexedDataset
 
 _DOCUMENTS, _TOKENS = 1 << 20, 1 << 22
@@ -14,14 +15,53 @@ ID_LIMIT = 1 << 24
 """Ids from here on, and negative ones, are counted together: no vocabulary is so large."""
 
 
+def boundaries_between(dataset: IndexedDataset, begin: int, end: int) -> NDArray[np.int64]:
+    """First sequence of documents `begin` to `end`, and where the last of them ends, int64 `[end - begin + 1]`.
+
+    Raises:
+        DataFormatError: if they do not rise from 0 to the number of sequences: opening a pair does not look at them.
+    """
+    boundaries = dataset.document_boundaries[begin : end + 1].astype(np.int64)
+    before = np.concatenate(([0], boundaries[:-1]))
+    wrong = np.flatnonzero((boundaries < before) | (boundaries > dataset.num_sequences))
+    if len(wrong):
+        place = int(wrong[0])
+        raise DataFormatError(
+            f"{dataset.prefix}.idx: document boundary {begin + place}: expected from {before[place]} to "
+            f"{dataset.num_sequences}, the number of sequences, found {boundaries[place]}; the file is damaged: write "
+            "or copy it again"
+        )
+    return boundaries
+
+
+def tokens_before(dataset: IndexedDataset, boundaries: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Tokens from the first sequence of `boundaries` up to each of them.
+
+    Raises:
+        DataFormatError: if a sequence has a negative length.
+    """
+    lengths = dataset.sequence_lengths[boundaries[0] : boundaries[-1]]
+    negative = np.flatnonzero(lengths < 0)
+    if len(negative):
+        place = int(negative[0])
+        raise DataFormatError(
+            f"{dataset.prefix}.idx: length of sequence {boundaries[0] + place}: expected 0 or more tokens, found "
+            f"{lengths[place]}; the file is damaged: write or copy it again"
+        )
+    totals = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, dtype=np.int64, out=totals[1:])
+    return totals[boundaries - boundaries[0]]
+
+
 def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
-    """Tokens of each document, in pieces of about a million documents."""
-    boundaries, lengths = dataset.document_boundaries, dataset.sequence_lengths
+    """Tokens of each document, in pieces of about a million documents.
+
+    Raises:
+        DataFormatError: if the index is damaged.
+    """
     for begin in range(0, dataset.num_documents, _DOCUMENTS):
-        ends = boundaries[begin : begin + _DOCUMENTS + 1].astype(np.int64)
-        totals = np.zeros(ends[-1] - ends[0] + 1, dtype=np.int64)
-        np.cumsum(lengths[ends[0] : ends[-1]], dtype=np.int64, out=totals[1:])
-        yield np.diff(totals[ends - ends[0]])
+        boundaries = boundaries_between(dataset, begin, min(begin + _DOCUMENTS, dataset.num_documents))
+        yield np.diff(tokens_before(dataset, boundaries))
 
 
 def length_counts(dataset: IndexedDataset) -> Counter[int]:

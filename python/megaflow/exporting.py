@@ -12,6 +12,7 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megaflow.counting import boundaries_between, tokens_before
 from megaflow.errors import ConfigError, DataFormatError, FileAccessError
 from megaflow.indexed import IndexedDataset
 from megaflow.merging import BytesProgress, StrPath
@@ -71,7 +72,7 @@ class _Piece:
     """Documents one after the other: their tokens, and where sequences and documents end among them."""
 
     def __init__(self, dataset: IndexedDataset, begin: int, end: int) -> None:
-        boundaries = dataset.document_boundaries[begin : end + 1].astype(np.int64)
+        boundaries = boundaries_between(dataset, begin, end)
         lengths = dataset.sequence_lengths[boundaries[0] : boundaries[-1]].astype(np.int64)
         ends = np.cumsum(lengths)
         self.sequence_ends: NDArray[np.int64] = ends
@@ -81,16 +82,20 @@ class _Piece:
         first = 0
         if len(lengths):
             first = dataset._core.sequence_tokens(int(boundaries[0]))[0]
+            last = dataset._core.sequence_tokens(int(boundaries[-1]) - 1)[1]
+            if last != first + int(ends[-1]):
+                raise DataFormatError(
+                    f"{dataset.prefix}.idx: sequences {boundaries[0]} to {boundaries[-1] - 1} have {ends[-1]} tokens, "
+                    f"but lie at tokens {first} to {last} of the .bin; the file is damaged: write or copy it again"
+                )
         self.tokens = dataset._tokens[first : first + int(ends[-1] if len(ends) else 0)]
 
 
 def _pieces(dataset: IndexedDataset, progress: BytesProgress | None) -> Iterator[_Piece]:
-    boundaries, lengths = dataset.document_boundaries, dataset.sequence_lengths
     begin, count = 0, dataset.num_documents
     while begin < count:
         end = min(count, begin + _PIECE_DOCUMENTS)
-        starts = boundaries[begin : end + 1].astype(np.int64)
-        totals = np.concatenate(([0], np.cumsum(lengths[starts[0] : starts[-1]], dtype=np.int64)))[starts - starts[0]]
+        totals = tokens_before(dataset, boundaries_between(dataset, begin, end))
         # At least one document, and no more than fit into a piece.
         end = begin + max(1, int(np.searchsorted(totals, _PIECE_TOKENS, side="right")) - 1)
         yield _Piece(dataset, begin, end)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.documents import write_documents
+from helpers.pairs import write_pair
 from megaflow import GPTDataset, Tokenizer
 from megaflow.cli.main import main
 from megaflow.counting import histogram, percentiles
@@ -119,6 +120,31 @@ def test_a_fault_ends_in_one_sentence(fault: str, pair: Path, capsys: pytest.Cap
     err = capsys.readouterr().err
     assert words in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["inspect", "stats", "export"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (1 << 40, "expected from 9 to 40, the number of sequences, found 1099511627776"),
+        (-1, "expected from 9 to 40, the number of sequences, found -1"),
+        (3, "expected from 9 to 40, the number of sequences, found 3"),
+    ],
+)
+def test_a_damaged_boundary_ends_in_one_sentence(
+    value: int, words: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = Path(write_pair(tmp_path / "damaged"))
+    index = bytearray(Path(f"{prefix}.idx").read_bytes())
+    place = len(index) - 8 * (41 - 10)  # of boundary 10 of 41
+    index[place : place + 8] = value.to_bytes(8, "little", signed=True)
+    Path(f"{prefix}.idx").write_bytes(index)
+    more = ["--ids", "--output", str(tmp_path / "rows.jsonl")] if command == "export" else []
+    assert main([command, str(prefix), *more]) == 4
+    err = capsys.readouterr().err
+    assert f"document boundary 10: {words}" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_statistics_equal_counting_by_hand(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
