@@ -22,16 +22,21 @@ from megaflow.tokenizer import Tokenizer
 _NO_INFLUENCE = ("output_prefix", "workers", "block_bytes", "restart", "journal_every_s", "allow_no_documents")
 """Options that do not decide a shard's bytes."""
 
+MAX_SHARDS = 100_000
+"""Shards of one job, at most: their numbers have five digits, so that names sort in their order."""
+
 
 def parse_shard(text: str) -> tuple[int, int]:
     """`I/N` as numbers, I from 0.
 
     Raises:
-        ConfigError: if it is something else.
+        ConfigError: if it is something else, or N is more than `MAX_SHARDS`.
     """
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None or not int(found[1]) < int(found[2]):
-        raise ConfigError(f"--shard must be I/N with I from 0 to N-1, for example 0/8, got {text!r}")
+    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+    if found is None or not int(found[1]) < int(found[2]) <= MAX_SHARDS:
+        raise ConfigError(
+            f"--shard must be I/N with I from 0 to N-1 and N at most {MAX_SHARDS}, for example 0/8, got {text!r}"
+        )
     return int(found[1]), int(found[2])
 
 

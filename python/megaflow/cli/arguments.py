@@ -9,6 +9,7 @@ from typing import NoReturn
 from megaflow.cli import exit_codes
 from megaflow.errors import ConfigError
 from megaflow.preprocessing import PreprocessOptions
+from megaflow.shards import MAX_SHARDS
 
 _NO_EFFECT = {
     "dataset_impl": "--dataset-impl: every pair is memory-mapped",
@@ -225,7 +226,7 @@ def options_of(arguments: argparse.Namespace) -> tuple[list[str], PreprocessOpti
         ("--workers", arguments.workers, 1, MAX_WORKERS),
         ("--max-bad-records", arguments.max_bad_records, 0, 2**63 - 1),
         ("--log-interval", arguments.log_interval, 1, 2**63 - 1),
-        ("--num-shards", arguments.num_shards, 1, 10**6),
+        ("--num-shards", arguments.num_shards, 1, MAX_SHARDS),
         ("--journal-every", arguments.journal_every, 0, 10**9),
     ):
         if value is not None and not least <= value <= most:

@@ -89,6 +89,8 @@ FAULTS = {
     "key with a slash": (["{corpus}", "--json-keys", "text", "a/b"], 2, "must not be empty nor hold '/'"),
     "empty key": (["{corpus}", "--json-keys", ""], 2, "must not be empty"),
     "shard out of range": (["{corpus}", "--shard", "3/3"], 2, "--shard must be I/N"),
+    "more shards than names": (["{corpus}", "--shard", "0/100001"], 2, "N at most 100000"),
+    "shards beyond all numbers": (["{corpus}", "--shard", "0/" + "9" * 30], 2, "N at most 100000"),
     "unknown eod": (["{corpus}", "--eod-token", "<nope>"], 2, 'no token "<nope>"'),
     "two inputs, no prefix": (["{corpus}", "{corpus}"], 2, "2 inputs need a name for their output"),
     "a folder of other files": (["/proc/self/fd"], 5, "no input files; looked for .jsonl"),
