@@ -5,7 +5,8 @@
 #![forbid(unsafe_code)]
 
 mod access;
-mod arrow_footer;
+mod arrow_batches;
+mod arrow_messages;
 mod block;
 mod columns;
 mod content;

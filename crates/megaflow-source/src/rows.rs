@@ -1,13 +1,12 @@
 //! Tables to blocks of rows: Parquet, Arrow IPC, and whatever hands over record batches.
 
-use std::io::{self, BufReader, Read, Seek, SeekFrom};
+use std::io::{self, BufReader, Read};
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use arrow_array::{RecordBatch, RecordBatchReader};
-use arrow_ipc::reader::{FileReader, StreamReader};
 use arrow_schema::{ArrowError, Schema};
 use bytes::Bytes;
 use parquet::arrow::ProjectionMask;
@@ -16,7 +15,8 @@ use parquet::errors::ParquetError;
 use parquet::file::reader::{ChunkReader, Length};
 
 use crate::access::{ContentHash, RandomAccess, tail_hash};
-use crate::arrow_footer::check_blocks;
+use crate::arrow_batches::ArrowBatches;
+use crate::arrow_messages::{FileMessages, StreamMessages, schema_of_stream};
 use crate::block::{Block, BlockBody, Keys, Position};
 use crate::columns::TextColumn;
 use crate::decode::Decoded;
@@ -123,11 +123,9 @@ impl RowReader {
         skip: u64,
     ) -> Result<Self, SourceError> {
         let content = footer_content(&path, access.as_ref())?;
-        check_blocks(access.as_ref()).map_err(|detail| damaged(&path, Format::ArrowFile, 0, detail))?;
-        let cursor = BufReader::with_capacity(READ_BYTES, Cursor { access, offset: 0 });
-        let reader = guarded(|| FileReader::try_new(cursor, None))
-            .map_err(|detail| damaged(&path, Format::ArrowFile, 0, detail))?;
-        root_columns(&reader.schema(), &keys, &path)?;
+        let (messages, schema) =
+            guarded(|| FileMessages::open(access)).map_err(|detail| damaged(&path, Format::ArrowFile, 0, detail))?;
+        let reader = ArrowBatches::new(messages, &schema, root_columns(&schema, &keys, &path)?);
         let mut rows = Self::new(path, Format::ArrowFile, keys, block_bytes, Box::new(reader), Content::Known(content));
         rows.skip = skip;
         Ok(rows)
@@ -143,9 +141,10 @@ impl RowReader {
         skip: u64,
     ) -> Result<Self, SourceError> {
         let stream = SharedStream(Arc::new(Mutex::new(io::Cursor::new(head).chain(decoded))));
-        let reader = guarded(|| StreamReader::try_new(stream.clone(), None))
+        let mut messages = StreamMessages(stream.clone());
+        let schema = guarded(|| schema_of_stream(&mut messages))
             .map_err(|detail| damaged(&path, Format::ArrowStream, 0, detail))?;
-        root_columns(&reader.schema(), &keys, &path)?;
+        let reader = ArrowBatches::new(messages, &schema, root_columns(&schema, &keys, &path)?);
         let content = Content::Counted(stream);
         let mut rows = Self::new(path, Format::ArrowStream, keys, block_bytes, Box::new(reader), content);
         rows.skip = skip;
@@ -333,18 +332,6 @@ impl Read for Cursor {
         let got = self.access.read_at(self.offset, buffer)?;
         self.offset += got as u64;
         Ok(got)
-    }
-}
-
-impl Seek for Cursor {
-    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
-        let target = match to {
-            SeekFrom::Start(offset) => Some(offset),
-            SeekFrom::End(delta) => self.access.size_bytes().checked_add_signed(delta),
-            SeekFrom::Current(delta) => self.offset.checked_add_signed(delta),
-        };
-        self.offset = target.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "a place before the start"))?;
-        Ok(self.offset)
     }
 }
 

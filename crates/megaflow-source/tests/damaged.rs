@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arrow_array::{ArrayRef, RecordBatch, StringArray};
-use arrow_ipc::writer::{FileWriter, StreamWriter};
+use arrow_ipc::CompressionType;
+use arrow_ipc::writer::{FileWriter, IpcWriteOptions, StreamWriter};
 use megaflow_source::{
     Format, Outcome, ParseOptions, RandomAccess, ReadOptions, Source, SourceError, SourceReader, parse_block,
 };
@@ -57,34 +58,50 @@ fn parquet(path: &Path) -> Vec<u8> {
     std::fs::read(path).unwrap()
 }
 
-fn arrow_file() -> Vec<u8> {
-    let mut writer = FileWriter::try_new(Vec::new(), &table().schema()).unwrap();
+fn options(codec: Option<CompressionType>) -> IpcWriteOptions {
+    IpcWriteOptions::default().try_with_compression(codec).unwrap()
+}
+
+fn arrow_file(codec: Option<CompressionType>) -> Vec<u8> {
+    let mut writer = FileWriter::try_new_with_options(Vec::new(), &table().schema(), options(codec)).unwrap();
     writer.write(&table()).unwrap();
     writer.into_inner().unwrap()
 }
 
-fn arrow_stream() -> Vec<u8> {
-    let mut writer = StreamWriter::try_new(Vec::new(), &table().schema()).unwrap();
+fn arrow_stream(codec: Option<CompressionType>) -> Vec<u8> {
+    let mut writer = StreamWriter::try_new_with_options(Vec::new(), &table().schema(), options(codec)).unwrap();
     writer.write(&table()).unwrap();
     writer.into_inner().unwrap()
+}
+
+/// Those that are caught would fill the screen.
+fn hide_panics_of_readers() {
+    std::panic::set_hook(Box::new(|panic| {
+        if panic.location().is_some_and(|place| place.file().ends_with("damaged.rs")) {
+            eprintln!("{panic}");
+        }
+    }));
+}
+
+/// Intact files of each kind.
+fn files() -> Vec<(Format, Vec<u8>)> {
+    let folder = tempfile::tempdir().unwrap();
+    let mut files = vec![(Format::Parquet, parquet(&folder.path().join("a.parquet")))];
+    for codec in [None, Some(CompressionType::LZ4_FRAME), Some(CompressionType::ZSTD)] {
+        files.push((Format::ArrowFile, arrow_file(codec)));
+        files.push((Format::ArrowStream, arrow_stream(codec)));
+    }
+    files
 }
 
 #[test]
 fn damage_anywhere_is_an_error_or_harmless_and_never_a_panic() {
-    let folder = tempfile::tempdir().unwrap();
-    std::panic::set_hook(Box::new(|_| {})); // those that are caught would fill the screen
-    let files = [
-        (Format::Parquet, parquet(&folder.path().join("a.parquet"))),
-        (Format::ArrowFile, arrow_file()),
-        (Format::ArrowStream, arrow_stream()),
-    ];
-    for (format, good) in files {
+    hide_panics_of_readers();
+    for (format, good) in files() {
         assert_eq!(read(good.clone(), format).unwrap(), 12, "{format:?}");
         let mut errors = 0;
         for place in 0..good.len() {
-            // A stream's messages and compressed buffers say how much memory to take; their reader believes them (decision 10).
-            let flips: &[u8] = if format == Format::ArrowStream { &[] } else { &[0x01, 0x80, 0xff] };
-            for flip in flips {
+            for flip in [0x01, 0x80, 0xff] {
                 let mut bytes = good.clone();
                 bytes[place] ^= flip;
                 errors += usize::from(read(bytes, format).is_err());
@@ -96,16 +113,34 @@ fn damage_anywhere_is_an_error_or_harmless_and_never_a_panic() {
 }
 
 #[test]
-fn a_batch_outside_of_an_arrow_file_is_refused_before_memory_is_taken_for_it() {
-    let good = arrow_file();
-    // A huge number at every place of the second half: one of them is the length of the batch in the footer.
-    let mut found = false;
-    for at in (good.len() / 2)..good.len() - 18 {
-        let mut bytes = good.clone();
-        bytes[at..at + 8].copy_from_slice(&(1_i64 << 46).to_le_bytes());
-        if let Err(error) = read(bytes, Format::ArrowFile) {
-            found |= error.to_string().contains("lies outside of the");
+fn a_size_beyond_all_memory_is_an_error_wherever_it_stands() {
+    hide_panics_of_readers();
+    let sentences = [
+        (Format::ArrowFile, None, vec!["lies outside of the", "lies outside of a batch"]),
+        (Format::ArrowStream, None, vec!["it ends within a batch", "lies outside of a batch"]),
+        (Format::ArrowFile, Some(CompressionType::LZ4_FRAME), vec!["they cannot"]),
+        (Format::ArrowStream, Some(CompressionType::ZSTD), vec!["they cannot"]),
+    ];
+    for (format, codec, expected) in sentences {
+        let good = if format == Format::ArrowFile { arrow_file(codec) } else { arrow_stream(codec) };
+        let mut found = vec![false; expected.len()];
+        for place in 0..good.len() - 8 {
+            for size in [1_i64 << 46, i64::MAX, i64::from(i32::MAX), -2] {
+                let mut bytes = good.clone();
+                bytes[place..place + 8].copy_from_slice(&size.to_le_bytes());
+                if let Err(error) = read(bytes, format) {
+                    let error = error.to_string();
+                    found.iter_mut().zip(&expected).for_each(|(found, words)| *found |= error.contains(words));
+                }
+            }
         }
+        assert!(found.iter().all(|&found| found), "{format:?} {codec:?}: {found:?}");
     }
-    assert!(found);
+}
+
+#[test]
+fn a_stream_that_was_cut_within_a_message_says_where() {
+    let good = arrow_stream(None);
+    let error = read(good[..good.len() - 20].to_vec(), Format::ArrowStream).unwrap_err().to_string();
+    assert!(error.contains("it ends within a batch"), "{error}");
 }

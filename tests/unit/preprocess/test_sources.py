@@ -193,3 +193,35 @@ def test_a_string_of_parquet_that_is_not_utf8_is_a_bad_record_of_its_own(tmp_pat
             assert [reject["row"] for reject in rejects] == bad
             mended = PreprocessOptions(output_prefix=prefix, restart=True, invalid_utf8="replace")
             assert preprocess(path, mended).rejected == {}
+
+
+@pytest.mark.parametrize("kind", ["string", "string_view", "dictionary"])
+@pytest.mark.parametrize("codec", [None, "lz4", "zstd"])
+@pytest.mark.parametrize("form", ["file", "stream"])
+def test_a_string_of_arrow_that_is_not_utf8_is_a_bad_record_of_its_own(
+    form: str, codec: str | None, kind: str, tmp_path: Path
+) -> None:
+    values = [b"first", b"caf\xe9", "sch\u00f6n".encode(), b"long enough for a view \xff", b"last"]
+    binary = pa.array(values, pa.binary_view() if kind == "string_view" else pa.binary())
+    strings = pa.Array.from_buffers(
+        pa.string_view() if kind == "string_view" else pa.string(), len(binary), binary.buffers()
+    )
+    column = strings
+    if kind == "dictionary":
+        column = pa.DictionaryArray.from_arrays(pa.array(range(5), pa.int8()), strings)
+    table = pa.table({"other": ["x", "y"] * 2 + [None], "text": column})
+    path = tmp_path / "in.arrow"
+    writer = pa.ipc.new_file if form == "file" else pa.ipc.new_stream
+    with writer(path, table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as sink:
+        sink.write_table(table)
+    prefix = str(tmp_path / "out")
+    with pytest.raises(DataFormatError, match=r"row 2: .*UTF-8"):
+        preprocess(path, PreprocessOptions(output_prefix=prefix, restart=True))
+    report = preprocess(path, PreprocessOptions(output_prefix=prefix, restart=True, on_bad_record="skip"))
+    assert report.rejected == {"invalid-utf8": 2}
+    rejects = [json.loads(line) for line in Path(f"{prefix}.rejects.jsonl").read_text().splitlines()]
+    assert [reject["row"] for reject in rejects] == [2, 4]
+    texts = [Tokenizer.gpt2().decode(IndexedDataset(f"{prefix}_text_document").document(row)[:-1]) for row in range(3)]
+    assert texts == ["first", "sch\u00f6n", "last"]
+    mended = PreprocessOptions(output_prefix=prefix, restart=True, invalid_utf8="replace")
+    assert preprocess(path, mended).rejected == {}
