@@ -85,6 +85,18 @@ class LoaderDataset(IterableDataset[dict[str, torch.Tensor]]):
                 # Memory of its own: it is sent to another process.
                 yield {name: tensor.clone() for name, tensor in to_tensors(batch).items()}
 
+    def __len__(self) -> int:
+        """Batches of this rank from the start of the dataset. Loops that know it (Lightning) fetch none ahead of need.
+
+        Raises:
+            TypeError: for a stream without `num_samples`.
+        """
+        try:
+            num_samples = len(self.dataset)
+        except ConfigError as error:
+            raise TypeError(str(error)) from None
+        return num_samples // (self.micro_batch_size * int(self.options.get("dp_size", 1)))
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands; see `Loader.state_dict`."""
         return self._own_loader().state_dict()

@@ -81,6 +81,15 @@ def test_loader_dataset_goes_on_exactly(dataset: GPTDataset) -> None:
     assert head + [batch["tokens"].tolist() for batch in second] == straight
 
 
+def test_number_of_batches_is_known_or_told_as_missing(dataset: GPTDataset, tmp_path: Path) -> None:
+    for size, dp_size in ((1, 1), (2, 1), (2, 2)):
+        batches = adapters.LoaderDataset(dataset, size, dp_size=dp_size)
+        assert len(batches) == len(list(batches)) == len(dataset) // (size * dp_size)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(TypeError, match="no known length"):
+        len(adapters.LoaderDataset(StreamingDataset(tmp_path / "a.jsonl", seq_len=4), 2))
+
+
 def test_megatron_gets_its_keys(dataset: GPTDataset) -> None:
     short = next(index for index in range(len(dataset)) if not dataset[index]["loss_mask"].all())
     eod = int(dataset[0]["tokens"][2])
