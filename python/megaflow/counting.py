@@ -50,7 +50,8 @@ def tokens_before(dataset: IndexedDataset, boundaries: NDArray[np.int64]) -> NDA
         )
     totals = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, dtype=np.int64, out=totals[1:])
-    return totals[boundaries - boundaries[0]]
+    at_boundaries: NDArray[np.int64] = totals[boundaries - boundaries[0]]
+    return at_boundaries
 
 
 def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:

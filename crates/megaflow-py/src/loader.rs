@@ -136,7 +136,6 @@ pub(crate) struct PyPrefetcher {
 impl PyPrefetcher {
     #[new]
     #[pyo3(signature = (source, *, micro_batch_size, dp_rank, dp_size, num_threads, prefetch, consumed_samples, dtype))]
-    #[expect(clippy::too_many_arguments, reason = "keywords, each named by the caller")]
     fn new(
         source: &PySampleSource,
         micro_batch_size: usize,

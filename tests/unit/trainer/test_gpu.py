@@ -46,7 +46,7 @@ class PausingLoader:
         rows = np.arange(10).reshape(2, 5)
 
         class Batch:
-            tokens, labels, sample_ids = rows[:, :-1], rows[:, 1:], np.arange(2)
+            tokens, labels, sample_ids, loss_mask = rows[:, :-1], rows[:, 1:], np.arange(2), None
 
         return Batch
 
@@ -94,7 +94,7 @@ def test_measured_phases_are_97_percent_of_a_step(tmp_path: Path) -> None:
         "--train-iters",
         "30",
         "--global-batch-size",
-        "32",
+        "128",
         "--micro-batch-size",
         "16",
         "--log-interval",
