@@ -231,6 +231,17 @@ mod tests {
     }
 
     #[test]
+    fn a_text_that_gets_tokens_around_it_or_may_hold_special_ones_is_not_cut() {
+        let (tokenizer, long, plain) = (tokenizer(), "the then ".repeat(90_000), EncodeOptions::default());
+        let parts = |options| tokenizer.parts(&long, options).count();
+        assert!(parts(plain) > 1);
+        assert_eq!(parts(EncodeOptions { add_special_tokens: true, ..plain }), 1);
+        for policy in [SpecialTokensInText::Encode, SpecialTokensInText::Error] {
+            assert_eq!(parts(EncodeOptions { special_tokens_in_text: policy, ..plain }), 1);
+        }
+    }
+
+    #[test]
     fn chunks_that_come_out_of_order_are_joined_in_order() {
         let chunk = |ids: &[u32]| Chunk { ids: ids.to_vec(), ends: vec![ids.len()], special_hits: 1 };
         let mut joined = Joined::default();
