@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import subprocess
@@ -44,9 +45,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], str]:
     return paths, report.pairs[0].prefix
 
 
+@functools.cache
+def gpt2() -> Tokenizer:
+    return Tokenizer.gpt2()
+
+
 def tokens_from_source(origin: SampleOrigin) -> list[int]:
     """Tokens of a sample, from the lines of the source files that its origin names."""
-    tokenizer = Tokenizer.gpt2()
+    tokenizer = gpt2()
     tokens: list[int] = []
     for piece in origin.pieces:
         place = piece.origin
