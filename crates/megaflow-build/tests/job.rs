@@ -119,7 +119,7 @@ fn a_bad_record_stops_the_job_and_leaves_an_older_result_alone() {
         let message = run(&options).unwrap_err().to_string();
         assert!(message.contains("in.jsonl: line 3 (byte 15): the record has no key \"text\""), "{message}");
         assert_eq!(fs::read(folder.path().join("out_text_document.idx")).unwrap(), before);
-        assert!(folder.path().join("out.partial").exists(), "kept: the job goes on when the record is mended");
+        assert!(!folder.path().join("out.partial").exists(), "nothing was durable yet, so nothing is left");
     }
 }
 
