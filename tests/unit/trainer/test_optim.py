@@ -145,6 +145,23 @@ def test_muon_moves_inner_matrices_and_adamw_the_rest() -> None:
     torch.testing.assert_close(optimizer.masters["0.weight"], w)
 
 
+def test_muon_leaves_embeddings_and_the_head_to_adamw() -> None:
+    config = ModelConfig(
+        num_layers=1,
+        hidden_dim=8,
+        num_heads=2,
+        max_positions=4,
+        vocab_size=16,
+        vocab_multiple=16,
+        tied_embeddings=False,
+    )
+    model = build_gpt(config, Sockets(), device=torch.device("cpu"), dtype=torch.float32)
+    saved = Optimizer(MainGradients(model, None).parameters, dataclasses.replace(CONFIG, kind="muon")).list_tensors()
+    by_muon = {name.removeprefix("momentum.") for name in saved if name.startswith("momentum.")}
+    matrices = {name for name, weight in model.named_parameters() if weight.dim() > 1}
+    assert matrices - by_muon == {"embedding.weight", "positions.weight", "head.weight"}
+
+
 @pytest.mark.parametrize("kind", ["adamw", "lion", "sgd", "muon"])
 def test_offloaded_states_lie_on_the_cpu_and_give_the_same_bits(kind: str) -> None:
     plain, _ = run_rule(kind, CONFIG)
@@ -191,7 +208,8 @@ def test_named_weights_are_spared_from_decay() -> None:
 
 
 def test_mu_p_moves_inner_matrices_at_a_part_of_the_rate() -> None:
-    model = torch.nn.ModuleDict({"blocks": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 4)})
+    names = ("blocks", "further", "head")  # `further` predicts later tokens
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in names})
     gradients = MainGradients(model, None)
     optimizer = Optimizer(gradients.parameters, CONFIG, mup_ratio=0.25)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -199,6 +217,7 @@ def test_mu_p_moves_inner_matrices_at_a_part_of_the_rate() -> None:
     optimizer.step(1e-2, 0.0)
     moved = {name: (before[name] - weight).mean().item() for name, weight in model.named_parameters()}
     assert moved["blocks.weight"] == pytest.approx(moved["head.weight"] / 4, rel=1e-3)
+    assert moved["further.weight"] == pytest.approx(moved["head.weight"] / 4, rel=1e-3)
 
 
 def test_the_history_of_a_dynamic_scale() -> None:

@@ -52,6 +52,19 @@ def test_warmup_is_the_same_in_iterations_samples_and_fraction(flags: tuple[str,
     assert rates(schedule) == pytest.approx([expect("linear", step) for step in range(1, STEPS + 1)], rel=1e-12)
 
 
+def test_a_fraction_of_warmup_is_one_of_the_decay_as_in_megatron() -> None:
+    schedule = make("--lr-decay-iters", "50", "--lr-warmup-fraction", "0.1")
+    assert schedule.lr_at(4 * BATCH) == pytest.approx(PEAK * 4 / 5)
+    assert schedule.lr_at(5 * BATCH) == PEAK
+
+
+def test_a_step_has_the_rate_of_the_samples_it_ends_with() -> None:
+    run = ["--data-path", "x", "--lr", str(PEAK), "--global-batch-size", str(BATCH), "--train-iters", str(STEPS)]
+    planner = build_planner(read_command([*run, "--lr-warmup-iters", str(WARMUP)], world_size=1)[0])
+    assert planner.plan(0).lr == pytest.approx(PEAK / WARMUP)
+    assert planner.plan(9 * BATCH).lr == PEAK
+
+
 @pytest.mark.parametrize("flags", [("--lr-decay-iters", "50"), ("--lr-decay-samples", "400")])
 def test_after_the_decay_the_rate_stays_low(flags: tuple[str, ...]) -> None:
     schedule = make("--min-lr", str(LOW), *flags)
@@ -94,10 +107,14 @@ def test_wsd_stays_at_the_peak_and_decays_at_the_end(style: str, shape: Any, len
     assert found[80:] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("style, middle", [("linear", 0.06), ("cosine", 0.06), ("constant", 0.1)])
-def test_weight_decay_goes_from_start_to_end(style: str, middle: float) -> None:
+@pytest.mark.parametrize(
+    "style, quarter, middle",
+    [("linear", 0.04, 0.06), ("cosine", 0.02 + 0.08 * 0.5 * (1 - math.sqrt(0.5)), 0.06), ("constant", 0.1, 0.1)],
+)
+def test_weight_decay_goes_from_start_to_end(style: str, quarter: float, middle: float) -> None:
     run = ["--data-path", "x", "--train-iters", "100", "--start-weight-decay", "0.02", "--end-weight-decay", "0.1"]
     planner = build_planner(read_command([*run, "--weight-decay-incr-style", style], world_size=1)[0])
+    assert planner.plan(24).weight_decay == pytest.approx(quarter)
     assert planner.plan(49).weight_decay == pytest.approx(middle)
     assert planner.plan(99).weight_decay == pytest.approx(0.1)
 
