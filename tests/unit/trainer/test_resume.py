@@ -186,7 +186,7 @@ def test_the_manifest_is_enough_to_repeat_the_run_and_to_rebuild_its_loader(
     data = start["data"]["train"]
     about, seed = data["description"], start["config"]["seed"]
     dataset = GPTDataset(
-        IndexedDataset(data["prefix"]),
+        IndexedDataset(data["pairs"][0]["prefix"]),
         seq_len=about["seq_len"],
         num_samples=about["num_samples"],
         split=about["split"],
