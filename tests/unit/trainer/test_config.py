@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -383,3 +384,27 @@ def test_no_batches_of_evaluation_are_no_evaluation() -> None:
 
 def test_divisors_near_a_huge_number_are_found_at_once() -> None:
     assert "use 1 or " in fault("--hidden-size", str(10**14 - 1), "--num-attention-heads", "2")
+
+
+@pytest.mark.parametrize(
+    "flags, note",
+    [
+        ("--rotary-base 5000", r"\(--rotary-base\) has no effect without --position-embedding-type rope"),
+        ("--rotary-scaling linear --rotary-scaling-factor 2", r"\(--rotary-scaling\) has no effect without"),
+        ("--kv-lora-rank 64", r"\(--kv-lora-rank\) has no effect without multi-latent attention"),
+        ("--lr-wsd-decay-iters 3", r"\(--lr-wsd-decay-iters\) has no effect without --lr-decay-style WSD"),
+        ("--start-weight-decay 0.1", r"\(--start-weight-decay\) has no effect without --weight-decay-incr-style"),
+        ("--hysteresis 3", r"\(--hysteresis\) has no effect without --fp16"),
+    ],
+)
+def test_a_setting_of_something_that_is_off_says_that_it_changes_nothing(flags: str, note: str) -> None:
+    run = ["--data-path", "x", "--train-iters", "5"]
+    _, plain = read_command(run, world_size=1)
+    _, notes = read_command([*run, *flags.split()], world_size=1)
+    assert not any("has no effect without" in line for line in plain)
+    assert any(re.search(note, line) for line in notes), notes
+
+
+def test_an_attention_backend_that_does_not_exist_is_among_the_faults() -> None:
+    with pytest.raises(ConfigError, match=r"model.attention .*must be one of auto, sdpa, flash, math, got 'foo'"):
+        read_command(["--data-path", "x", "--train-iters", "5", "--attention-backend", "foo"], world_size=1)

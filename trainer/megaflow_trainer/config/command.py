@@ -69,7 +69,7 @@ def read_command(argv: Sequence[str], *, world_size: int) -> tuple[TrainConfig, 
     if faults:
         raise ConfigError(_list_faults([_with_flag(fault) for fault in faults]))
     config, notes = resolve(config, world_size=world_size)
-    return config, parsed.notes + notes
+    return config, parsed.notes + [_with_flag(note) for note in notes]
 
 
 def parse_flags(argv: Sequence[str]) -> Parsed:

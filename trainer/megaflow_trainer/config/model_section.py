@@ -107,6 +107,7 @@ class ModelConfig:
             + at_least("model", 0, num_mtp_layers=self.num_mtp_layers, mtp_loss_scale=self.mtp_loss_scale)
             + one_of("model", ("gelu", "swiglu", "squared_relu"), activation=self.activation)
             + one_of("model", ("LayerNorm", "RMSNorm"), norm=self.norm)
+            + one_of("model", ("auto", "sdpa", "flash", "math"), attention=self.attention)
             + one_of("model", ("learned_absolute", "rope", "none"), position_kind=self.position_kind)
             + one_of("model", ("none", "linear", "ntk", "llama3", "yarn"), rotary_scaling=self.rotary_scaling)
             + at_least("model", 1, rotary_base=self.rotary_base, rotary_factor=self.rotary_factor)

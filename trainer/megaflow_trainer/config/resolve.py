@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from megaflow_trainer.config.batch import count_steps, solve_batch
+from megaflow_trainer.config.idle import list_idle
 from megaflow_trainer.config.sections import OptimConfig, RecomputeConfig, TrainConfig
 
 
@@ -56,9 +57,7 @@ def _resolve_recompute(config: TrainConfig) -> RecomputeConfig:
 
 
 def _list_notes(config: TrainConfig) -> list[str]:
-    notes = []
-    if config.model.position_kind != "rope" and (config.model.rotary_scaling != "none"):
-        notes.append("--rotary-scaling has no effect without --position-embedding-type rope")
+    notes = list_idle(config)
     if config.checkpoint.grow and config.checkpoint.init_from is None:
         notes.append("--grow has no effect without --init-from")
     if config.parallel.sequence_parallel:
