@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megaflow_trainer.config.arithmetic import count_flops_per_token, count_parameters
 from megaflow_trainer.config.presets import PRESETS
 from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model.attention import Attention, LatentAttention
 from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.rope import Rotary, compute_frequencies, make_rotary, rotate
@@ -289,3 +290,71 @@ def test_flops_of_grouped_untied_and_windowed_models() -> None:
     windowed = make_config(window=4)
     full = count_flops_per_token(windowed, seq_len=16, is_causal=False)
     assert full == 6 * count_parameters(windowed) + 12 * 2 * 32 * 4
+
+
+def turn_by_hand(x: torch.Tensor, base: float) -> torch.Tensor:
+    """Channels i and i + r/2 of `[b, n, s, r]` as complex numbers, turned by position x base^(-2i/r)."""
+    r = x.shape[-1]
+    angle = torch.arange(x.shape[-2])[:, None] * base ** (-torch.arange(0, r, 2) / r)  # [s, r/2]
+    turned = torch.complex(x[..., : r // 2], x[..., r // 2 :]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def test_latent_attention_follows_its_equations() -> None:
+    """DeepSeek-V2 (arXiv 2405.04434), section 2.1: one turned key part for all heads, beside the latent vector."""
+    torch.manual_seed(0)
+    config = ModelConfig(**{**LATENT, "hidden_dropout": 0.0, "attention_dropout": 0.0})
+    attention = LatentAttention(config, Sockets(attention=attend_math))
+    b, s, n, d, r, v = 2, 5, config.num_heads, config.qk_dim, config.qk_rotary_dim, config.v_dim
+    x = torch.randn(b, s, config.hidden_dim)
+    rotary = make_rotary(config, s, CPU)
+    q = attention.q_up(x).view(b, s, n, d + r).transpose(1, 2)
+    latent, shared = attention.kv_down(x).split([config.kv_latent_dim, r], dim=-1)
+    k_plain, value = (
+        attention.kv_up(attention.kv_norm(latent)).view(b, s, n, d + v).transpose(1, 2).split([d, v], dim=-1)
+    )
+    turned = turn_by_hand(q[..., d:], config.rotary_base)
+    key = turn_by_hand(shared.unsqueeze(1), config.rotary_base)  # [b, 1, s, r]
+    scores = (q[..., :d] @ k_plain.mT + turned @ key.mT) / math.sqrt(d + r)
+    weights = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -math.inf).softmax(-1)
+    expected = attention.proj((weights @ value).transpose(1, 2).reshape(b, s, n * v))
+    torch.testing.assert_close(attention(x, rotary), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_queries_and_keys_are_normed_before_they_turn() -> None:
+    """A norm with unequal gains does not commute with turning: the order is that of Qwen3."""
+    torch.manual_seed(0)
+    config = ModelConfig(**{**ROPE, "qk_norm": True, "hidden_dropout": 0.0, "attention_dropout": 0.0})
+    seen: list[torch.Tensor] = []
+
+    def core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
+        seen.extend((q, k))
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+    attention = Attention(config, Sockets(attention=core))
+    assert attention.q_norm is not None
+    attention.q_norm.weight.data.normal_()
+    x, rotary = torch.randn(1, 4, config.hidden_dim), make_rotary(config, 4, CPU)
+    attention(x, rotary)
+    assert rotary is not None
+    queries = attention.qkv(x).view(1, 4, -1, config.head_width).transpose(1, 2)[:, : config.num_heads]
+    torch.testing.assert_close(seen[0], rotate(attention.q_norm(queries), rotary))
+
+
+def test_llama3_scaling_is_smooth_between_wavelengths_of_a_quarter_and_the_whole_original_length() -> None:
+    """As published with Llama 3.1: factor 8, high-frequency factor 4, low-frequency factor 1, 8192 positions before."""
+    config = ModelConfig(
+        **ROPE,
+        hidden_dim=256,
+        num_heads=2,
+        rotary_base=500000.0,
+        rotary_scaling="llama3",
+        rotary_factor=8.0,
+        rotary_original_positions=8192,
+    )
+    found, _ = compute_frequencies(config)
+    for pair, frequency in enumerate(found.tolist()):
+        plain = 500000.0 ** (-2 * pair / 128)
+        turns = 8192 * plain / (2 * math.pi)  # of this pair over the original length
+        kept = min(1.0, max(0.0, (turns - 1) / (4 - 1)))
+        assert frequency == pytest.approx(plain * (kept + (1 - kept) / 8), rel=1e-5)
