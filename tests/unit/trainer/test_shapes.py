@@ -12,7 +12,7 @@ from megaflow_trainer.config.arithmetic import count_flops_per_token, count_para
 from megaflow_trainer.config.presets import PRESETS
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.attention import Attention, LatentAttention
-from megaflow_trainer.model.gpt import GPT, build_gpt
+from megaflow_trainer.model.gpt import GPT, FurtherPrediction, build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.rope import Rotary, compute_frequencies, make_rotary, rotate
 from megaflow_trainer.model.sockets import Sockets
@@ -358,3 +358,12 @@ def test_llama3_scaling_is_smooth_between_wavelengths_of_a_quarter_and_the_whole
         turns = 8192 * plain / (2 * math.pi)  # of this pair over the original length
         kept = min(1.0, max(0.0, (turns - 1) / (4 - 1)))
         assert frequency == pytest.approx(plain * (kept + (1 - kept) / 8), rel=1e-5)
+
+
+def test_a_further_prediction_hands_on_states_that_are_not_normed() -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(hidden_dim=16, num_heads=2, hidden_dropout=0.0, attention_dropout=0.0, num_mtp_layers=2)
+    depth = FurtherPrediction(config, Sockets())
+    states, normed = depth(torch.randn(1, 3, 16), torch.randn(1, 3, 16), None)
+    torch.testing.assert_close(normed, depth.norm(states))
+    assert not torch.allclose(states, normed, atol=1e-3)
