@@ -45,7 +45,8 @@ def test_a_job_that_met_a_bad_record_late_goes_on_when_it_may_skip_it(tmp_path: 
 
 
 def test_a_job_that_skipped_does_not_go_on_as_one_that_stops(tmp_path: Path) -> None:
-    corpus = write(tmp_path / "in.jsonl", [*LINES[:200], "{broken", *LINES[200:]])
+    # Long enough that it cannot end between two reports of progress.
+    corpus = write(tmp_path / "in.jsonl", [*LINES[:200], "{broken", *LINES * 40])
 
     def stop(*_: int) -> None:
         if (tmp_path / "out.partial" / "journal.json").exists():
