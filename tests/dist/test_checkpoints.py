@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from helpers.pairs import write_pair
@@ -98,7 +99,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int]] = {
 
 
 def choose(mesh: Mesh, root: str) -> tuple[str, tuple[str, ...]]:
-    found = store.find_checkpoint(Path(root), group=mesh.dp_group)
+    found = store.find_checkpoint(Path(root), group=mesh.world_group)
     return str(found.path), found.passed_over
 
 
@@ -140,16 +141,21 @@ def test_with_every_step_damaged_all_ranks_refuse_alike(
     assert "none of its checkpoints can be loaded" in str(first)
 
 
+def make_line(mesh: Mesh) -> DeviceMesh:
+    """All ranks as one axis."""
+    assert mesh.world_group is not None
+    return DeviceMesh.from_group(mesh.world_group, "cpu")
+
+
 def save_shards(mesh: Mesh, root: str) -> None:
     """Each rank holds half of the rows of one tensor, a replica of another and a tensor of its own."""
-    assert mesh.device_mesh is not None
     half = WHOLE.chunk(2)[mesh.rank].clone()
     tensors = {
-        "model/rows": DTensor.from_local(half, mesh.device_mesh, [Shard(0)]),
-        "model/all": DTensor.from_local(WHOLE.clone(), mesh.device_mesh, [Replicate()]),
+        "model/rows": DTensor.from_local(half, make_line(mesh), [Shard(0)]),
+        "model/all": DTensor.from_local(WHOLE.clone(), make_line(mesh), [Replicate()]),
         f"rng/cpu.{mesh.rank}": torch.full((3,), mesh.rank, dtype=torch.uint8),
     }
-    with own_group(mesh.dp_group) as group, Saver(Path(root), group) as saver:
+    with own_group(mesh.world_group) as group, Saver(Path(root), group) as saver:
         saver.start(1, tensors, {})
         half.zero_()  # the copy is what counts
         saver.finish()
@@ -157,11 +163,10 @@ def save_shards(mesh: Mesh, root: str) -> None:
 
 def load_columns(mesh: Mesh, root: str) -> list[list[float]]:
     """Each rank asks for half of the columns of what was saved by rows."""
-    assert mesh.device_mesh is not None
     target = DTensor.from_local(
-        torch.zeros(6, 2 + (mesh.rank == 0)), mesh.device_mesh, [Shard(1)], shape=(6, 5), stride=(5, 1)
+        torch.zeros(6, 2 + (mesh.rank == 0)), make_line(mesh), [Shard(1)], shape=(6, 5), stride=(5, 1)
     )
-    dcp.load_tensors({"model/rows": target}, Path(root) / "iter_0000001", mesh.dp_group)
+    dcp.load_tensors({"model/rows": target}, Path(root) / "iter_0000001", mesh.world_group)
     return target.to_local().tolist()
 
 
@@ -186,7 +191,7 @@ def save_with_a_full_disk(mesh: Mesh, root: str, full_rank: int) -> str:
 
     dcp.write_part = refuse
     try:
-        with own_group(mesh.dp_group) as group, Saver(Path(root), group) as saver:
+        with own_group(mesh.world_group) as group, Saver(Path(root), group) as saver:
             saver.start(2, {"model/w": WHOLE, f"rng/cpu.{mesh.rank}": torch.zeros(3)}, {})
             try:
                 saver.finish()

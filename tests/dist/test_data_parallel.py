@@ -20,8 +20,8 @@ from megaflow.errors import CheckpointError, ConfigError, FileAccessError
 from megaflow_trainer.config import TrainConfig, read_command
 from megaflow_trainer.optim.optimizer import Optimizer
 from megaflow_trainer.optim.schedule import StepPlan
-from megaflow_trainer.parallel import data as data_parallel
 from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
+from megaflow_trainer.parallel.data import MainGradients
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.seed import seed_dropout
 from megaflow_trainer.training.build import build_model
@@ -42,6 +42,7 @@ class Batch:
     tokens: np.ndarray
     labels: np.ndarray
     sample_ids: np.ndarray
+    loss_mask: np.ndarray | None = None
 
 
 class ListLoader:
@@ -91,11 +92,11 @@ def run_steps(mesh: Mesh, micro: int, eod_id: int | None, *flags: str) -> dict[s
 
 def run_without_reduce(mesh: Mesh, micro: int) -> dict[str, Any]:
     """The same with the all-reduce of gradients removed."""
-    keep, data_parallel.sum_over = data_parallel.sum_over, lambda tensor, group: None
+    keep, MainGradients._send = MainGradients._send, lambda self, bucket: None  # type: ignore[method-assign]
     try:
         return run_steps(mesh, micro, EOD)
     finally:
-        data_parallel.sum_over = keep
+        MainGradients._send = keep  # type: ignore[method-assign]
 
 
 def find_difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
@@ -169,7 +170,7 @@ def fail_on_first(mesh: Mesh) -> str:
         raise FileAccessError("disk full")
 
     try:
-        do_on_first(action, mesh.dp_group)
+        do_on_first(action, mesh.world_group)
     except FileAccessError as error:
         return str(error)
     return "no error"
@@ -203,7 +204,7 @@ def test_a_reason_on_one_rank_stops_all_after_the_same_step(
 
 
 def gather_ranks(mesh: Mesh) -> list[int]:
-    return gather_objects(mesh.rank, mesh.dp_group)
+    return gather_objects(mesh.rank, mesh.world_group)
 
 
 def test_objects_are_gathered_in_rank_order(two_ranks: RankPool) -> None:

@@ -30,8 +30,8 @@ def train_with(
     """Train while rank 1 meets a bad sample in the steps from `first` to `last`; the weights' sums at the end."""
     keep, counts = step_module.sum_losses, [0]
 
-    def spoil(model: Any, batch: Any) -> Any:
-        loss, by_sample = keep(model, batch)
+    def spoil(model: Any, batch: Any, keys: Any) -> Any:
+        loss, by_sample = keep(model, batch, keys)
         counts[0] += 1
         step = (counts[0] + 1) // 2
         if mesh.rank != BAD_RANK or not first <= step <= last or counts[0] % 2 == 0:
@@ -39,8 +39,8 @@ def train_with(
         if kind == "gradient":
             return loss + 0 * (loss - loss.detach()).sqrt(), by_sample  # finite, and its derivative is not
         bad = by_sample.clone()
-        bad[0] = {"nan": torch.nan, "inf": torch.inf, "spike": 100.0}[kind]
-        return loss + (bad[0] if kind != "spike" else 3000.0), bad
+        bad[0, 0] = {"nan": torch.nan, "inf": torch.inf, "spike": 100.0 * bad[1, 0]}[kind]
+        return loss + (bad[0, 0] if kind != "spike" else 3000.0), bad
 
     step_module.sum_losses = spoil
     try:

@@ -6,6 +6,7 @@ returns what each rank returned. The ranks meet through a file in a temporary fo
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import multiprocessing as mp
@@ -14,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -23,11 +24,12 @@ START_S, ANSWER_S = 300.0, 300.0
 
 
 class RankPool:
-    """`size` processes joined by gloo. After a failure they are started anew by the next call."""
+    """`size` processes joined by gloo, or each with a GPU and NCCL. After a failure the next call starts them anew."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, *, has_gpus: bool = False) -> None:
         self.size = size
         self.folder = folder
+        self.has_gpus = has_gpus
         self.starts = 0
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
@@ -47,17 +49,37 @@ class RankPool:
             AssertionError: with the traceback of every rank that failed or did not answer.
         """
         if not self.processes:
-            self._start()
-        place = (inspect.getsourcefile(function), function.__qualname__)
+            try:
+                self._start()
+            except BaseException:
+                self.close()
+                raise
+        place = (inspect.getsourcefile(function), function.__module__, function.__qualname__)
         for pipe in self.pipes:
             pipe.send((place, args, list(sys.path)))
-        deadline = time.monotonic() + ANSWER_S
-        answers = [self._read(pipe, deadline) for pipe in self.pipes]
-        failures = [f"rank {rank}:\n{text}" for rank, (is_done, text) in enumerate(answers) if not is_done]
+        answers = self._gather(time.monotonic() + ANSWER_S)
+        failures = [f"rank {rank}:\n{text}" for rank, (is_done, text) in answers.items() if not is_done]
         if failures:
             self.close()
             raise AssertionError("\n".join(failures))
-        return [value for _, value in answers]
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def _gather(self, deadline: float) -> dict[int, tuple[bool, Any]]:
+        """Answers by rank. Once a rank has failed the others, which may wait for it, get a second to fail too."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        while len(answers) < self.size:
+            waiting = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                has_failed = any(not is_done for is_done, _ in answers.values())
+                says = "waits for a rank that has failed" if has_failed else "no answer in time"
+                return answers | dict.fromkeys(waiting.values(), (False, says))
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                answers[waiting[pipe]] = self._read(pipe, deadline)
+            if any(not is_done for is_done, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + 1.0)
+        return answers
 
     def close(self) -> None:
         """End the ranks that this pool started."""
@@ -72,11 +94,13 @@ class RankPool:
 
     def _start(self) -> None:
         self.starts += 1
-        meeting = self.folder / f"meeting_{self.size}_{self.starts}"
-        context = mp.get_context("spawn")
+        meeting, backend = self.folder / f"meeting_{self.size}_{self.starts}", "nccl" if self.has_gpus else "gloo"
+        context = mp.get_context("forkserver")  # the server imports torch once; a rank is a copy of it
+        context.set_forkserver_preload(["torch", "torch.distributed.device_mesh"])
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, str(meeting), theirs), daemon=True)
+            place = (rank, self.size, str(meeting), backend)
+            process = context.Process(target=_serve, args=(place, theirs), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -97,8 +121,9 @@ class RankPool:
         return False, "no answer in time"
 
 
-def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
+def _serve(place: tuple[int, int, str, str], pipe: Connection) -> None:
     """What a rank does: join, then answer calls until the pipe closes."""
+    rank, size, meeting, backend = place
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
@@ -106,28 +131,36 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     from megaflow_trainer.parallel.mesh import Launch, build_mesh
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
-    mesh = build_mesh(Launch(rank=rank, world_size=size), torch.device("cpu"), "gloo")
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    kinds = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(kinds, init_method=f"file://{meeting}", rank=rank, world_size=size)
+    mesh = build_mesh(Launch(rank=rank, world_size=size), device, backend)
     modules: dict[str, ModuleType] = {}
     pipe.send((True, None))
     while True:
         try:
-            (file, name), args, path = pipe.recv()
+            (file, module, name), args, path = pipe.recv()
         except EOFError:
             return
         sys.path[:] = path
         try:
-            pipe.send((True, getattr(_load(file, modules), name)(mesh, *args)))
+            pipe.send((True, getattr(_load(file, module, modules), name)(mesh, *args)))
         except Exception:  # the test that asked reports it
             pipe.send((False, traceback.format_exc()))
 
 
-def _load(file: str, modules: dict[str, ModuleType]) -> ModuleType:
-    """The test file as a module: pytest's own import mode gives it no name that another process could import."""
+def _load(file: str, module: str, modules: dict[str, ModuleType]) -> ModuleType:
+    """The module of a function: a helper by its name; a test file, to which pytest gives no name that another process
+    could import, by its path.
+    """
+    if module.startswith("helpers."):
+        return importlib.import_module(module)
     if file not in modules:
         spec = importlib.util.spec_from_file_location(f"rank_side_{Path(file).stem}", file)
         assert spec is not None
         assert spec.loader is not None
-        modules[file] = importlib.util.module_from_spec(spec)
+        modules[file] = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(modules[file])
     return modules[file]

@@ -59,3 +59,14 @@ def test_the_shared_fixture_skips_with_a_reason(tmp_path: Path, monkeypatch: pyt
     done = run_pytest(tmp_path, "def test_it(shared): pass\n")
     assert "1 skipped" in done.stdout
     assert "no shared test data at" in done.stdout
+
+
+@pytest.mark.parametrize("folder", ["dist", "build", "venv"])
+def test_no_folder_of_tests_is_passed_over_for_its_name(tmp_path: Path, folder: str):
+    own = tmp_path / "tests" / folder
+    own.mkdir(parents=True)
+    (own / "test_more.py").write_text("def test_more(): pass\n")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout

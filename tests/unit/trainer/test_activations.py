@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from megaflow_trainer.model.gpt import build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import attend_math, attend_sdpa
-from megaflow_trainer.parallel.apply import ParallelModel, parallelize
+from megaflow_trainer.parallel.apply import ParallelModel, Plan, parallelize
 
 TOLERANCE = 0.02
 """Rotary tables, random states and scalars are not counted."""
@@ -87,7 +88,7 @@ def make(config: ModelConfig, recompute: RecomputeConfig, dtype: torch.dtype, de
     model = build_gpt(config, Sockets(attention=core), device=torch.device(device), dtype=dtype)
     if device == "cpu":
         init_weights(model, config, seed=1)
-    return parallelize(model, one_rank(), recompute=recompute)
+    return parallelize(model, one_rank(), Plan(recompute=recompute))
 
 
 def measure(model: ParallelModel, length: int, batch: int, device: str = "cpu") -> int:
@@ -175,3 +176,5 @@ def test_the_memory_of_a_run_is_states_and_activations() -> None:
     assert host.keys() == {"optimizer", "activations"}
     assert "memory of a rank by formula (MiB): weights 12853 + gradients 25705 + activations" in describe_memory(away)
     assert "; in the CPU's memory: activations " in describe_memory(away)
+    divided = dataclasses.replace(away, parallel=dataclasses.replace(away.parallel, tp=2))
+    assert "memory of a rank with the whole model (here ranks divide it) by formula" in describe_memory(divided)

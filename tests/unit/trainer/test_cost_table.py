@@ -26,7 +26,7 @@ from megaflow_trainer.model.gpt import build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import attend_math
-from megaflow_trainer.parallel.apply import parallelize
+from megaflow_trainer.parallel.apply import Plan, parallelize
 
 LENGTH = 64
 LLAMA: dict[str, Any] = {
@@ -56,13 +56,15 @@ def run(
         config, Sockets() if core is None else Sockets(attention=core), device=torch.device("cpu"), dtype=torch.float32
     )
     init_weights(model, config, seed=1)
-    wrapped = parallelize(model, one_rank(), recompute=RecomputeConfig(granularity="selective"), parts=parts)
+    wrapped = parallelize(
+        model, one_rank(), Plan(recompute=RecomputeConfig(granularity="selective"), recomputed_parts=parts)
+    )
     torch.manual_seed(3)
     tokens = torch.randint(60, (2, LENGTH + 1))
     kept, loss = count_saved_bytes(model, lambda: wrapped(tokens[:, :-1], tokens[:, 1:]))
     with FlopCounterMode(display=False) as counter:
         loss.sum().backward()
-    return kept, counter.get_total_flops(), loss.detach(), wrapped.gradients.buffer.clone()
+    return kept, counter.get_total_flops(), loss.detach(), wrapped.gradients.kept[0].clone()
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

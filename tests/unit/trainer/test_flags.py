@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable
@@ -16,7 +17,12 @@ from helpers.runs import TINY, one_rank, run_tiny
 from megaflow.errors import MegaflowError
 from megaflow_trainer.config import TrainConfig, read_command
 from megaflow_trainer.config.flags import FLAGS
+from megaflow_trainer.config.layout import make_layout
+from megaflow_trainer.config.stages import own_chunks, split_layers
 from megaflow_trainer.optim.schedule import build_planner
+from megaflow_trainer.parallel.context import KINDS as CONTEXT_KINDS
+from megaflow_trainer.parallel.context import GatheredAttention, RingAttention, UlyssesAttention
+from megaflow_trainer.parallel.data import MainGradients
 from megaflow_trainer.parallel.saved import SavedActivations
 from megaflow_trainer.training.build import build_model, build_optimizer
 from megaflow_trainer.training.preflight import refuse_device
@@ -72,7 +78,7 @@ def see_step(flags: str) -> Any:
     optimizer = build_optimizer(model, config)
     torch.manual_seed(4)
     for _ in range(2):
-        model.gradients.buffer.normal_()
+        model.gradients.kept[0].normal_()
         optimizer.step(1e-2, config.optim.weight_decay)
     states = {name: (value.dtype, value.float().sum().item()) for name, value in optimizer.list_tensors().items()}
     apart = sum(master.data_ptr() != optimizer.weights[name].data_ptr() for name, master in optimizer.masters.items())
@@ -82,7 +88,7 @@ def see_step(flags: str) -> Any:
             scaler.update(is_finite=False)
     scale = None if scaler is None else (scaler.scale, scaler.is_static, scaler.window, scaler.hysteresis)
     weights = {name: weight.float().sum().item() for name, weight in model.module.named_parameters()}
-    return states, apart, scale, weights, model.gradients.buffer.dtype
+    return states, apart, scale, weights, model.gradients.kept[0].dtype
 
 
 @pytest.fixture(scope="module")
@@ -217,10 +223,27 @@ REFUSED = {
     "--fp8-format": ("hybrid", r"fp8 \(--fp8-hybrid\) needs a GPU"),
     "--fp8-hybrid": ("", r"fp8 \(--fp8-hybrid\) needs a GPU"),
     "--fp8-e4m3": ("", r"fp8 \(--fp8-e4m3\) needs a GPU"),
-    "--tensor-model-parallel-size": ("2", "tensor parallelism"),
-    "--pipeline-model-parallel-size": ("2", "pipeline parallelism"),
-    "--context-parallel-size": ("2", "context parallelism"),
     "--expert-model-parallel-size": ("2", "expert parallelism"),
+}
+PP2 = "--num-layers 4 --pipeline-model-parallel-size 2"
+LAYOUT: dict[str, str | tuple[str, str]] = {
+    "--tensor-model-parallel-size": "--tensor-model-parallel-size 2",
+    "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 2",
+    "--context-parallel-size": "--context-parallel-size 2",
+    "--pipeline-schedule": (PP2, f"{PP2} --pipeline-schedule zbv"),
+    "--num-virtual-stages-per-pipeline-rank": (
+        f"{PP2} --pipeline-schedule zero_bubble",
+        f"{PP2} --pipeline-schedule zero_bubble --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    "--pipeline-model-parallel-layout": (PP2, f"{PP2} --pipeline-model-parallel-layout Ettt|tL"),
+    "--use-distributed-optimizer": "--use-distributed-optimizer",
+    "--zero-stage": "--zero-stage 2",
+    "--num-distributed-optimizer-instances": (
+        "--zero-stage 1",
+        "--zero-stage 1 --num-distributed-optimizer-instances 2",
+    ),
+    "--ddp-bucket-size": "--ddp-bucket-size 1000",
+    "--no-overlap": "--no-overlap",
 }
 OWN_TEST = {
     **dict.fromkeys(
@@ -230,6 +253,7 @@ OWN_TEST = {
     **dict.fromkeys(
         ("--tokenizer-model", "--vocab-file", "--vocab", "--merge-file"), "test_a_tokenizer_that_is_not_there_is_named"
     ),
+    "--cp-comm-type": "test_ranks_that_share_sequences_attend_as_the_flag_says",
     "--tokenizer-type": "test_an_unknown_tokenizer_type_is_named",
     **dict.fromkeys(("--num-workers", "--prefetch"), "test_threads_and_prefetch_change_the_loader_and_not_the_samples"),
     **dict.fromkeys(
@@ -279,7 +303,7 @@ WATCH: dict[str, str | tuple[str, str]] = {
 
 
 def test_every_flag_is_in_one_of_the_tables() -> None:
-    tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, SEEN, OWN_TEST, DATA_FLAGS, WATCH]
+    tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, LAYOUT, SEEN, OWN_TEST, DATA_FLAGS, WATCH]
     assert sorted(name for table in tables for name in table) == sorted(flag.name for flag in FLAGS)
 
 
@@ -326,6 +350,30 @@ def test_a_flag_that_changes_the_plan(name: str) -> None:
 @pytest.mark.parametrize("name", STEP)
 def test_a_flag_that_changes_a_step(name: str) -> None:
     compare(name, STEP[name], see_step)
+
+
+def see_layout(flags: str) -> Any:
+    """The layout of four ranks, and the buffers of one."""
+    words = [*TINY, "--train-iters", "1", "--data-path", "x", *flags.split()]
+    config = read_command(words, world_size=4)[0]
+    parallel = config.parallel
+    one = dataclasses.replace(parallel, tp=1, pp=1, cp=1, dp_replicate=1)
+    gradients = build_model(dataclasses.replace(configure(""), parallel=one), one_rank()).gradients
+    assert isinstance(gradients, MainGradients)
+    stages = split_layers(config.model, parallel), own_chunks(parallel, 0)
+    return make_layout(parallel, world_size=4), stages, len(gradients.buckets), gradients.options
+
+
+def test_ranks_that_share_sequences_attend_as_the_flag_says() -> None:
+    flags = "--context-parallel-size 2 --cp-comm-type"
+    words = [[*TINY, "--train-iters", "1", "--data-path", "x", *f"{flags} {kind}".split()] for kind in CONTEXT_KINDS]
+    found = [CONTEXT_KINDS[read_command(line, world_size=2)[0].parallel.cp_kind] for line in words]
+    assert found == [RingAttention, GatheredAttention, UlyssesAttention]
+
+
+@pytest.mark.parametrize("name", LAYOUT)
+def test_a_flag_that_changes_the_layout(name: str) -> None:
+    compare(name, LAYOUT[name], see_layout)
 
 
 @pytest.mark.parametrize("name", REFUSED)

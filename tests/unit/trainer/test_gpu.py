@@ -21,7 +21,7 @@ from megaflow_trainer.model.gpt import build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import attend_flash, attend_math
-from megaflow_trainer.parallel.apply import parallelize
+from megaflow_trainer.parallel.apply import Plan, parallelize
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
 from megaflow_trainer.training import step as step_module
 from megaflow_trainer.training.clock import FORWARD, H2D, HOST_WAIT, LOADER_BOUND, PHASES, Clock
@@ -114,8 +114,8 @@ def test_a_step_waits_for_nothing_on_the_host(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append("device"))
     keep, counts = step_module.sum_losses, [0]
 
-    def spoil(model: Any, batch: Any) -> Any:
-        loss, by_sample = keep(model, batch)
+    def spoil(model: Any, batch: Any, keys: Any) -> Any:
+        loss, by_sample = keep(model, batch, keys)
         counts[0] += 1
         return (loss * torch.nan, by_sample * torch.nan) if counts[0] == 5 else (loss, by_sample)
 
@@ -229,7 +229,7 @@ def test_kept_bytes_by_formula_are_those_of_the_gpus_kernels(shape: dict[str, An
     device = torch.device("cuda", 0)
     model = build_gpt(config, Sockets(), device=device, dtype=torch.bfloat16)
     init_weights(model, config, seed=1)
-    wrapped = parallelize(model, one_gpu(), recompute=recompute)
+    wrapped = parallelize(model, one_gpu(), Plan(recompute=recompute))
     tokens = torch.randint(1000, (2, 513), device=device)
     found, _ = count_saved_bytes(model, lambda: wrapped(tokens[:, :-1], tokens[:, 1:]))
     counted = count_activation_bytes(

@@ -53,11 +53,9 @@ def test_the_lines_run_on_data_parallel_ranks() -> None:
 @pytest.mark.parametrize(
     "flags, feature",
     [
-        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1", "tensor parallelism"),
         ("--transformer-impl transformer_engine", "Transformer Engine layers"),
         ("--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01", "mixture of experts"),
         ("--expert-model-parallel-size 4", "expert parallelism"),
-        ("--use-distributed-optimizer", "a distributed optimizer"),
     ],
 )
 def test_what_this_version_does_not_have_is_one_sentence(flags: str, feature: str) -> None:
@@ -65,6 +63,15 @@ def test_what_this_version_does_not_have_is_one_sentence(flags: str, feature: st
         read_command([*SECOND.split(), *flags.split()], world_size=8)
     assert f"this version does not have {feature}; " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_tensor_parallel_lines_are_laid_out_or_say_what_they_lack() -> None:
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --use-distributed-optimizer"
+    words = [word for word in FIRST.split() if word not in ("--save", "--load", "D")]
+    config, _ = read_command([*words, *flags.split()], world_size=4)
+    assert (config.step.num_micro_batches, config.parallel.tp, config.parallel.zero) == (4, 2, 1)
+    with pytest.raises(ConfigError, match="this version does not have checkpoints of a model that ranks divide"):
+        read_command([*FIRST.split(), *flags.split()], world_size=4)
 
 
 def test_accumulation_in_both_spellings_and_a_cyclic_sampler() -> None:

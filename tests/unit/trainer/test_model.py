@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from helpers.runs import one_rank
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.gpt import GPT, build_gpt
@@ -84,7 +85,7 @@ def test_the_block_is_the_textbook_one() -> None:
 
 def test_a_tied_embedding_is_counted_once_in_the_norm() -> None:
     model, tokens = make_model(), make_tokens()
-    gradients = MainGradients(model, None)
+    gradients = MainGradients(model, one_rank())
     model(tokens[:, :-1], tokens[:, 1:]).sum().backward()
     assert [main.name for main in gradients.parameters].count("embedding.weight") == 1
     again = make_model()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.runs import one_rank
 from megaflow_trainer.config.arithmetic import count_state_bytes
 from megaflow_trainer.config.sections import ModelConfig, OptimConfig, StepConfig
 from megaflow_trainer.model.gpt import build_gpt
@@ -16,7 +17,7 @@ from megaflow_trainer.optim.clip import clip_factor
 from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
 from megaflow_trainer.optim.rules import orthogonalise
 from megaflow_trainer.optim.scaler import LossScaler
-from megaflow_trainer.parallel.data import MainGradients
+from megaflow_trainer.parallel.data import DataOptions, MainGradients
 
 CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
 
@@ -24,7 +25,7 @@ CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95,
 def make(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, MainGradients, Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.LayerNorm(3)).to(dtype)
-    gradients = MainGradients(model, None)
+    gradients = MainGradients(model, one_rank())
     return model, gradients, Optimizer(gradients.parameters, CONFIG)
 
 
@@ -56,7 +57,7 @@ def test_steps_follow_the_equations_and_spare_biases_and_norms_from_decay() -> N
 def test_bf16_masters_collect_steps_too_small_for_the_weights() -> None:
     model, gradients, optimizer = make(torch.bfloat16)
     start = model[0].weight.detach().clone()  # type: ignore[index]
-    gradients.buffer.fill_(1.0)
+    gradients.kept[0].fill_(1.0)
     optimizer.step(1e-6)
     assert torch.equal(model[0].weight, start)  # type: ignore[index]
     assert not torch.equal(optimizer.masters["0.weight"], start.float())
@@ -91,11 +92,11 @@ def run_rule(
     """Three steps of an optimizer on a matrix and a bias, and the gradients of the matrix."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4))
-    gradients = MainGradients(model, None)
+    gradients = MainGradients(model, one_rank())
     optimizer = Optimizer(gradients.parameters, dataclasses.replace(config, kind=kind))
     given = []
     for _ in range(3):
-        gradients.buffer.normal_()
+        gradients.kept[0].normal_()
         given.append(gradients.parameters[0].main_grad.double().clone())
         optimizer.step(1e-2)
     return optimizer, given
@@ -156,7 +157,9 @@ def test_muon_leaves_embeddings_and_the_head_to_adamw() -> None:
         tied_embeddings=False,
     )
     model = build_gpt(config, Sockets(), device=torch.device("cpu"), dtype=torch.float32)
-    saved = Optimizer(MainGradients(model, None).parameters, dataclasses.replace(CONFIG, kind="muon")).list_tensors()
+    saved = Optimizer(
+        MainGradients(model, one_rank()).parameters, dataclasses.replace(CONFIG, kind="muon")
+    ).list_tensors()
     by_muon = {name.removeprefix("momentum.") for name in saved if name.startswith("momentum.")}
     matrices = {name for name, weight in model.named_parameters() if weight.dim() > 1}
     assert matrices - by_muon == {"embedding.weight", "positions.weight", "head.weight"}
@@ -187,10 +190,10 @@ def test_states_in_16_bits_are_half_the_memory_and_nearly_the_same_step(kind: st
 def test_all_bf16_keeps_nothing_in_fp32() -> None:
     narrow = dataclasses.replace(CONFIG, main_dtype="bf16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     model = torch.nn.Sequential(torch.nn.Linear(5, 3)).to(torch.bfloat16)
-    gradients = MainGradients(model, None, torch.bfloat16)
+    gradients = MainGradients(model, one_rank(), options=DataOptions(dtype=torch.bfloat16))
     optimizer = Optimizer(gradients.parameters, narrow)
     before = model[0].weight.detach().clone()
-    gradients.buffer.fill_(1.0)
+    gradients.kept[0].fill_(1.0)
     optimizer.step(1e-2)
     assert not torch.equal(model[0].weight, before)
     assert optimizer.masters["0.weight"].data_ptr() == model[0].weight.data_ptr()
@@ -210,10 +213,10 @@ def test_named_weights_are_spared_from_decay() -> None:
 def test_mu_p_moves_inner_matrices_at_a_part_of_the_rate() -> None:
     names = ("blocks", "further", "head")  # `further` predicts later tokens
     model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in names})
-    gradients = MainGradients(model, None)
+    gradients = MainGradients(model, one_rank())
     optimizer = Optimizer(gradients.parameters, CONFIG, mup_ratio=0.25)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    gradients.buffer.fill_(1.0)
+    gradients.kept[0].fill_(1.0)
     optimizer.step(1e-2, 0.0)
     moved = {name: (before[name] - weight).mean().item() for name, weight in model.named_parameters()}
     assert moved["blocks.weight"] == pytest.approx(moved["head.weight"] / 4, rel=1e-3)
@@ -266,12 +269,12 @@ def test_memory_by_formula_is_that_of_the_real_tensors(step: dict[str, str], opt
     asked, own = StepConfig(**step), OptimConfig(**optim)
     dtype = torch.float64 if asked.dtype == "fp64" else DTYPES[asked.dtype]
     model = build_gpt(shape, Sockets(), device=torch.device("cpu"), dtype=dtype)
-    gradients = MainGradients(model, None, DTYPES[own.main_grad_dtype])
+    gradients = MainGradients(model, one_rank(), options=DataOptions(dtype=DTYPES[own.main_grad_dtype]))
     optimizer = Optimizer(gradients.parameters, own)
     apart = [m for name, m in optimizer.masters.items() if m.data_ptr() != optimizer.weights[name].data_ptr()]
     states = [value for slot in optimizer.slots.values() for key, value in slot.state.items() if key != "step"]
     assert count_state_bytes(shape, asked, own) == {
         "weights": sum(weight.nbytes for weight in model.parameters()),
-        "gradients": gradients.buffer.nbytes,
+        "gradients": gradients.kept[0].nbytes,
         "optimizer": sum(tensor.nbytes for tensor in [*apart, *states]),
     }

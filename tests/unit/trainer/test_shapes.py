@@ -12,6 +12,7 @@ from megaflow_trainer.config.arithmetic import count_flops_per_token, count_para
 from megaflow_trainer.config.presets import PRESETS
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.attention import Attention, LatentAttention
+from megaflow_trainer.model.context import make_context
 from megaflow_trainer.model.gpt import GPT, FurtherPrediction, build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.rope import Rotary, compute_frequencies, make_rotary, rotate
@@ -135,7 +136,7 @@ def test_squared_relu_is_what_it_says() -> None:
 
 
 def test_rotary_positions_are_relative() -> None:
-    rotary = make_rotary(make_config(**ROPE), 16, CPU)
+    rotary = make_rotary(make_config(**ROPE), torch.arange(16), CPU)
     assert rotary is not None
     q, k = torch.randn(2, 8)
     turned_q, turned_k = (rotate(x.expand(1, 1, 16, 8), rotary)[0, 0] for x in (q, k))
@@ -145,7 +146,7 @@ def test_rotary_positions_are_relative() -> None:
 
 
 def test_the_two_pairings_are_the_same_up_to_the_order_of_channels() -> None:
-    halves = make_rotary(make_config(**ROPE), 16, CPU)
+    halves = make_rotary(make_config(**ROPE), torch.arange(16), CPU)
     assert halves is not None
     neighbours = Rotary(halves.cos, halves.sin, is_interleaved=True)
     x = torch.randn(1, 2, 16, 8)
@@ -155,7 +156,7 @@ def test_the_two_pairings_are_the_same_up_to_the_order_of_channels() -> None:
 
 
 def test_only_the_rotated_part_of_a_head_turns() -> None:
-    rotary = make_rotary(make_config(**ROPE, rotary_fraction=0.5), 16, CPU)
+    rotary = make_rotary(make_config(**ROPE, rotary_fraction=0.5), torch.arange(16), CPU)
     assert rotary is not None
     x = torch.randn(1, 2, 16, 8)
     assert torch.equal(rotate(x, rotary)[..., 4:], x[..., 4:])
@@ -242,13 +243,13 @@ def test_further_predictions_enter_the_gradient_and_not_the_loss() -> None:
 def test_a_further_prediction_is_scored_on_the_token_after_the_next() -> None:
     model, tokens = make_model(num_mtp_layers=1, mtp_loss_scale=1.0, **LLAMA), make_tokens(17)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    rotary = model.make_rotary(inputs)
-    x = model.compute_hidden(inputs, rotary)
+    context = make_context(model.config, inputs)
+    x = model.run_blocks(model.embed(inputs, context), context)
     part = model.further[0]
-    _, normed = part(x, model.embedding(labels), rotary)  # token i + 1 beside what is known at i
+    _, normed = part(x, model.embedding(labels), context)  # token i + 1 beside what is known at i
     scores = model.project(normed)[:, :15]
     expected = F.cross_entropy(scores.flatten(0, 1), tokens[:, 2:].flatten(), reduction="none").view(2, 15)
-    found = model.compute_further(x, labels, rotary)
+    found = model.compute_further(x, labels, context)
     torch.testing.assert_close(found[:, :15], expected)
     assert found[:, 15].count_nonzero() == 0
 
@@ -261,8 +262,9 @@ def test_losses_of_further_predictions_are_kept_apart_of_the_last_forward_in_tra
         "mtp_2": (2, 14),
     }
     assert not any(losses.requires_grad for losses in model.side_losses.values())
-    rotary = model.make_rotary(tokens[:, :-1])
-    total = model.compute_further(model.compute_hidden(tokens[:, :-1], rotary), tokens[:, 1:], rotary)
+    context = make_context(model.config, tokens[:, :-1])
+    x = model.run_blocks(model.embed(tokens[:, :-1], context), context)
+    total = model.compute_further(x, tokens[:, 1:], context)
     torch.testing.assert_close(total.sum(), 0.15 * sum(losses.sum() for losses in model.side_losses.values()))
     model.eval()
     model(tokens[:, :-1], tokens[:, 1:])
@@ -307,7 +309,7 @@ def test_latent_attention_follows_its_equations() -> None:
     attention = LatentAttention(config, Sockets(attention=attend_math))
     b, s, n, d, r, v = 2, 5, config.num_heads, config.qk_dim, config.qk_rotary_dim, config.v_dim
     x = torch.randn(b, s, config.hidden_dim)
-    rotary = make_rotary(config, s, CPU)
+    context = make_context(config, torch.zeros(1, s, dtype=torch.int64))
     q = attention.q_up(x).view(b, s, n, d + r).transpose(1, 2)
     latent, shared = attention.kv_down(x).split([config.kv_latent_dim, r], dim=-1)
     k_plain, value = (
@@ -318,7 +320,7 @@ def test_latent_attention_follows_its_equations() -> None:
     scores = (q[..., :d] @ k_plain.mT + turned @ key.mT) / math.sqrt(d + r)
     weights = scores.masked_fill(torch.ones(s, s).triu(1).bool(), -math.inf).softmax(-1)
     expected = attention.proj((weights @ value).transpose(1, 2).reshape(b, s, n * v))
-    torch.testing.assert_close(attention(x, rotary), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attention(x, context), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_queries_and_keys_are_normed_before_they_turn() -> None:
@@ -334,8 +336,9 @@ def test_queries_and_keys_are_normed_before_they_turn() -> None:
     attention = Attention(config, Sockets(attention=core))
     assert attention.q_norm is not None
     attention.q_norm.weight.data.normal_()
-    x, rotary = torch.randn(1, 4, config.hidden_dim), make_rotary(config, 4, CPU)
-    attention(x, rotary)
+    x, context = torch.randn(1, 4, config.hidden_dim), make_context(config, torch.zeros(1, 4, dtype=torch.int64))
+    attention(x, context)
+    rotary = context.rotary
     assert rotary is not None
     queries = attention.qkv(x).view(1, 4, -1, config.head_width).transpose(1, 2)[:, : config.num_heads]
     torch.testing.assert_close(seen[0], rotate(attention.q_norm(queries), rotary))

@@ -24,14 +24,12 @@ _KEPT_BYTES = {"none": 8, "bf16": 2, "fp8": 1}
 class Kernels:
     """What the kernels of a device keep beyond their inputs."""
 
-    mask_bytes: int | None
-    """An element of a dropout mask; None: as wide as the activation."""
     is_norm_fused: bool
     """Whether RMSNorm is one kernel; otherwise its input and its result before the weight are kept in fp32."""
 
 
-GPU = Kernels(mask_bytes=1, is_norm_fused=True)
-CPU = Kernels(mask_bytes=None, is_norm_fused=False)
+GPU = Kernels(is_norm_fused=True)
+CPU = Kernels(is_norm_fused=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,13 +151,14 @@ def _describe_frame(model: ModelConfig, a: int, kernels: Kernels) -> dict[str, f
         "input": a * h,
         "norm": _keep_norm(model, h, 1, a, kernels),
         "normed": a * h,
-        "mask": _keep_mask(model, a, kernels),
+        "mask": _keep_mask(model),
         "norm_flops": float(_ELEMENTWISE * h),
     }
 
 
-def _keep_mask(model: ModelConfig, a: int, kernels: Kernels) -> float:
-    return (kernels.mask_bytes or a) * model.hidden_dim if model.hidden_dropout else 0
+def _keep_mask(model: ModelConfig) -> float:
+    """Dropout's mask: a byte an element."""
+    return model.hidden_dim if model.hidden_dropout else 0
 
 
 def _is_widened(model: ModelConfig, a: int, kernels: Kernels) -> bool:
@@ -220,7 +219,7 @@ def count_activation_bytes(
     attention = describe_attention(model, seq_len=seq_len, item_bytes=item_bytes, kernels=kernels)
     mlp = describe_mlp(model, item_bytes=item_bytes, kernels=kernels)
     blocks, again = _count_blocks(model, recompute, parts, attention, mlp)
-    ends = _keep_mask(model, item_bytes, kernels) + _count_outlet(model, item_bytes, kernels)
+    ends = _keep_mask(model) + _count_outlet(model, item_bytes, kernels)
     loss = (model.vocab_size or 0) * max(item_bytes, 4) * (1 + model.num_mtp_layers) + 16
     further = model.num_mtp_layers * _count_further(model, item_bytes, kernels)
     stream = (blocks + ends + further) * min(_KEPT_BYTES[recompute.compression], item_bytes) / item_bytes

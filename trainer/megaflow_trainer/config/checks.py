@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.batch import read_ramp_up, solve_batch
-from megaflow_trainer.config.sections import ModelConfig, ParallelConfig, ScheduleConfig, TrainConfig
+from megaflow_trainer.config.layout import check_ranks, check_sequence, check_tensor, make_layout
+from megaflow_trainer.config.sections import ModelConfig, ScheduleConfig, TrainConfig
+from megaflow_trainer.config.stages import check_micro_batches, check_stages
 
 FP8_CAPABILITY = (8, 9)
 """Ada; Hopper and Blackwell are above it."""
@@ -28,7 +30,7 @@ def find_faults(config: TrainConfig, *, world_size: int) -> list[str]:
         check_heads(config.model)
         + check_shape(config.model)
         + check_positions(config)
-        + check_parallel(config.parallel, world_size=world_size)
+        + check_parallel(config, world_size=world_size)
         + check_duration(config)
         + check_schedule(config.schedule, peak=config.optim.lr)
         + check_data(config)
@@ -106,22 +108,37 @@ def check_positions(config: TrainConfig) -> list[str]:
     ]
 
 
-def check_parallel(parallel: ParallelConfig, *, world_size: int) -> list[str]:
-    """This version is data parallel only, and the sizes must divide the ranks."""
-    names = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
-    sizes = {axis: getattr(parallel, axis) for axis in names}
-    faults = [
-        f"parallel.{axis} {size}: this version does not have {names[axis]} parallelism; leave it at 1"
-        for axis, size in sizes.items()
-        if size > 1
-    ]
-    ranks = parallel.tp * parallel.pp * parallel.cp
-    if world_size % ranks:
+def check_parallel(config: TrainConfig, *, world_size: int) -> list[str]:
+    """The axes multiply out to the ranks and divide the model, and nothing is asked that this version does not have."""
+    own, faults = config.parallel, []
+    if own.ep > 1:
+        faults.append(f"parallel.ep {own.ep}: this version does not have expert parallelism; leave it at 1")
+    if own.zero == 3 and (config.recompute.compression != "none" or config.recompute.is_offloaded):
         faults.append(
-            f"{world_size} ranks cannot be divided into replicas of tp x pp x cp = {parallel.tp} x {parallel.pp} x "
-            f"{parallel.cp} = {ranks} ranks; start a multiple of {ranks}"
+            "parallel.zero 3 gathers weights for backward, which recompute.compression and is_offloaded would "
+            "take for activations; drop them, or give zero 1 or 2"
         )
-    return faults
+    is_divided = own.tp > 1 or own.pp > 1 or own.cp > 1 or own.zero > 0
+    if own.zero == 3 and own.pp > 1:
+        faults.append(f"parallel.zero 3 does not go with parallel.pp {own.pp} in this version; give zero 1 or 2")
+    if own.zero == 3 and config.recompute.method == "uniform" and (config.recompute.num_layers or 1) > 1:
+        faults.append(
+            f"parallel.zero 3 gathers weights block by block, and recompute.num_layers {config.recompute.num_layers} "
+            "computes blocks together; give recompute.num_layers 1"
+        )
+    if is_divided and (config.checkpoint.save or config.checkpoint.load or config.checkpoint.init_from):
+        faults.append(
+            f"parallel.tp {own.tp}, pp {own.pp}, cp {own.cp}, zero {own.zero}: this version does not have checkpoints "
+            "of a model that ranks divide; drop checkpoint.save, load and init_from, or use plain data parallelism"
+        )
+    if (own.tp > 1 or own.zero > 0) and config.optim.kind == "muon":
+        faults.append(
+            f"optim.kind muon needs whole matrices, and parallel.tp {own.tp} with parallel.zero {own.zero} divides "
+            "them; use adamw, or tp 1 with zero 0"
+        )
+    sizes = check_ranks(own, world_size=world_size)
+    shape = check_tensor(config.model, own) + check_sequence(config.model, own, seq_len=config.data.seq_len)
+    return faults + sizes + shape + check_stages(config.model, own)
 
 
 def check_duration(config: TrainConfig) -> list[str]:
@@ -193,14 +210,15 @@ def check_data(config: TrainConfig) -> list[str]:
 
 def check_batch(config: TrainConfig, *, world_size: int) -> list[str]:
     """The batch equation has a solution, ramp-up included, and the run holds at least one whole step."""
+    dp = make_layout(config.parallel, world_size=world_size).dp
     try:
-        sizes, ramp = solve_batch(config.step, dp=world_size), read_ramp_up(config.step)
+        sizes, ramp = solve_batch(config.step, dp=dp), read_ramp_up(config.step)
     except ConfigError as error:
         return [str(error)]
-    faults = []
+    faults = check_micro_batches(config.parallel, sizes.num_micro_batches)
     if config.num_samples is not None and config.num_samples < sizes.global_batch_size:
         faults.append(f"num_samples {config.num_samples} is less than one global batch of {sizes.global_batch_size}")
-    unit = sizes.micro_batch_size * world_size
+    unit = sizes.micro_batch_size * dp
     if ramp is not None and (ramp[0] % unit or ramp[1] % unit or (sizes.global_batch_size - ramp[0]) % ramp[1]):
         faults.append(
             f"step.ramp_up from {ramp[0]} by {ramp[1]} to {sizes.global_batch_size}: first batch and increment must be "

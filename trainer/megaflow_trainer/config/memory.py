@@ -35,9 +35,12 @@ def estimate_memory(config: TrainConfig, kernels: Kernels = GPU) -> tuple[dict[s
 
 
 def describe_memory(config: TrainConfig, kernels: Kernels = GPU) -> str:
-    """The estimate as one line, in MiB."""
+    """The estimate as one line, in MiB; it says so where ranks divide the model and each needs less."""
     device, host = estimate_memory(config, kernels)
     text = " + ".join(f"{name} {size / 2**20:.0f}" for name, size in device.items())
-    line = f"memory of a rank by formula (MiB): {text} = {sum(device.values()) / 2**20:.0f}"
+    own = config.parallel
+    is_divided = own.tp * own.pp * own.cp > 1 or own.zero > 0
+    whose = "a rank with the whole model (here ranks divide it)" if is_divided else "a rank"
+    line = f"memory of {whose} by formula (MiB): {text} = {sum(device.values()) / 2**20:.0f}"
     away = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in host.items())
     return line + (f"; in the CPU's memory: {away}" if host else "")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megaflow_trainer.config.batch import count_steps, solve_batch
 from megaflow_trainer.config.idle import list_idle
+from megaflow_trainer.config.layout import make_layout
 from megaflow_trainer.config.sections import OptimConfig, RecomputeConfig, TrainConfig
 
 
@@ -16,7 +17,7 @@ def resolve(config: TrainConfig, *, world_size: int) -> tuple[TrainConfig, list[
     Returns:
         The complete configuration, and lines about settings that have no effect in it.
     """
-    sizes = solve_batch(config.step, dp=world_size)
+    sizes = solve_batch(config.step, dp=make_layout(config.parallel, world_size=world_size).dp)
     model = dataclasses.replace(
         config.model,
         ffn_dim=config.model.ffn_width,
@@ -60,7 +61,7 @@ def _list_notes(config: TrainConfig) -> list[str]:
     notes = list_idle(config)
     if config.checkpoint.grow and config.checkpoint.init_from is None:
         notes.append("--grow has no effect without --init-from")
-    if config.parallel.sequence_parallel:
+    if config.parallel.sequence_parallel and config.parallel.tp == 1:
         notes.append("--sequence-parallel has no effect at tensor-parallel size 1")
     if config.data.order == "cyclic":
         notes.append("--dataloader-type cyclic has no effect: samples are already shuffled and repeated as needed")

@@ -89,16 +89,38 @@ class ParallelConfig:
     """Pipeline-parallel size: stages the layers are divided into."""
     cp: int = 1
     """Context-parallel size: ranks that share one sequence."""
+    cp_kind: str = "p2p"
+    """How attention sees the tokens of other ranks: p2p (a ring), all_gather or a2a (Ulysses)."""
     ep: int = 1
     """Expert-parallel size: ranks that share the experts of a layer."""
     sequence_parallel: bool = False
     """Whether norms and dropouts are split along the sequence over the tensor-parallel ranks."""
+    schedule: str = "1f1b"
+    """Order of a pipeline's micro-batches: gpipe, 1f1b, interleaved, zero_bubble or zbv."""
+    virtual_stages: int = 1
+    """Chunks of the model that each pipeline rank holds, for interleaved and zero_bubble; zbv has 2."""
+    stage_layout: str | None = None
+    """What each chunk holds, in Megatron's notation such as Et*3|t*4|t*3L (even, the ends with less, if not given)."""
+    zero: int = 0
+    """What data-parallel ranks divide among them: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
+    dp_replicate: int = 1
+    """Copies of what ZeRO divides: each is divided among data-parallel ranks / copies."""
+    bucket_size: int = 40_000_000
+    """Gradients that data-parallel ranks send at once."""
+    overlaps: bool = True
+    """Whether gradients are sent while backward goes on, and weights that ZeRO divides while the next forward does."""
     backend: str | None = None
     """Process group backend: nccl or gloo. The first that fits if not given; gloo keeps the run on the CPU."""
 
     def __post_init__(self) -> None:
         raise_faults(
-            at_least("parallel", 1, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep)
+            at_least("parallel", 1, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, dp_replicate=self.dp_replicate)
+            + at_least("parallel", 0, zero=self.zero)
+            + at_least("parallel", 1, bucket_size=self.bucket_size)
+            + ([f"parallel.zero must be 0, 1, 2 or 3, got {self.zero}"] if self.zero > 3 else [])
+            + at_least("parallel", 1, virtual_stages=self.virtual_stages)
+            + one_of("parallel", ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"), schedule=self.schedule)
+            + one_of("parallel", ("p2p", "all_gather", "a2a"), cp_kind=self.cp_kind)
             + one_of("parallel", ("nccl", "gloo"), backend=self.backend)
         )
 

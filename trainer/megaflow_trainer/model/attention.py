@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model.context import Context
 from megaflow_trainer.model.norm import make_norm
-from megaflow_trainer.model.rope import Rotary, rotate, score_growth
+from megaflow_trainer.model.rope import rotate, score_growth
 from megaflow_trainer.model.sockets import Sockets
 
 
@@ -34,7 +35,7 @@ class Attention(nn.Module):
         self.core: Callable[..., Tensor] = sockets.attention
         self.options = core_options(config)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """`[b, s, h]` to `[b, s, h]`."""
         b, s, _ = x.shape
         heads = self.qkv(x).view(b, s, -1, self.head_dim).transpose(1, 2)  # [b, n + 2g, s, d]
@@ -42,8 +43,8 @@ class Attention(nn.Module):
         q, k, v = heads.split([heads.shape[1] - 2 * g, g, g], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+        if context is not None and context.rotary is not None:
+            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
         return self.mix(q, k, v)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -77,12 +78,15 @@ class LatentAttention(nn.Module):
         self.core: Callable[..., Tensor] = sockets.attention
         self.options = core_options(config)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """`[b, s, h]` to `[b, s, h]`."""
-        assert rotary is not None, "checked with the configuration"
-        b, s, _ = x.shape
+        assert context is not None
+        assert context.rotary is not None, "checked with the configuration"
+        rotary = context.rotary
         q_in = x if self.q_down is None or self.q_norm is None else self.q_norm(self.q_down(x))
-        q = self.q_up(q_in).view(b, s, self.num_heads, -1).transpose(1, 2)  # [b, n, s, qk + r]
+        q = self.q_up(q_in)
+        b, s, _ = q.shape
+        q = q.view(b, s, self.num_heads, -1).transpose(1, 2)  # [b, n, s, qk + r]
         latent, k_turned = self.kv_down(x).split([self.latent_dim, self.rotary_dim], dim=-1)
         kv = self.kv_up(self.kv_norm(latent)).view(b, s, self.num_heads, -1).transpose(1, 2)
         k, v = kv.split([self.qk_dim, self.v_dim], dim=-1)  # [b, n, s, qk], [b, n, s, v]

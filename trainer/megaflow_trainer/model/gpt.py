@@ -13,31 +13,32 @@ from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.attention import Attention, LatentAttention
+from megaflow_trainer.model.context import Context, Dropout, make_context
 from megaflow_trainer.model.mlp import Mlp
 from megaflow_trainer.model.norm import make_norm
-from megaflow_trainer.model.rope import Rotary, make_rotary
 from megaflow_trainer.model.sockets import Sockets
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). `number` counts the model's blocks from 0."""
 
-    def __init__(self, config: ModelConfig, sockets: Sockets) -> None:
+    def __init__(self, config: ModelConfig, sockets: Sockets, number: int) -> None:
         super().__init__()
         self.attention_norm = make_norm(config, config.hidden_dim)
         self.attention = (LatentAttention if config.is_latent else Attention)(config, sockets)
         self.mlp_norm = make_norm(config, config.hidden_dim)
         self.mlp = Mlp(config, sockets)
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.attention_dropout = Dropout(config.hidden_dropout, 2 * number + 1)
+        self.mlp_dropout = Dropout(config.hidden_dropout, 2 * number + 2)
 
-    def forward(self, x: Tensor, rotary: Rotary | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """`[b, s, h]` to `[b, s, h]`."""
-        x = x + self.dropout(self.attend(x, rotary))
-        return x + self.dropout(self.feed(x))
+        x = x + self.attention_dropout(self.attend(x, context), context)
+        return x + self.mlp_dropout(self.feed(x), context)
 
-    def attend(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+    def attend(self, x: Tensor, context: Context | None) -> Tensor:
         """The first half before it is added, `[b, s, h]` to `[b, s, h]`."""
-        out: Tensor = self.attention(self.attention_norm(x), rotary)
+        out: Tensor = self.attention(self.attention_norm(x), context)
         return out
 
     def feed(self, x: Tensor) -> Tensor:
@@ -49,19 +50,27 @@ class Block(nn.Module):
 class FurtherPrediction(nn.Module):
     """One depth of multi-token prediction: what is known of a token joined with the embedding of a later one."""
 
-    def __init__(self, config: ModelConfig, sockets: Sockets) -> None:
+    def __init__(self, config: ModelConfig, sockets: Sockets, number: int) -> None:
         super().__init__()
         self.hidden_norm = make_norm(config, config.hidden_dim)
         self.embedding_norm = make_norm(config, config.hidden_dim)
         self.join = sockets.linear(2 * config.hidden_dim, config.hidden_dim, bias=False)
-        self.block = Block(config, sockets)
+        self.block = Block(config, sockets, number)
         self.norm = make_norm(config, config.hidden_dim)
 
-    def forward(self, x: Tensor, later: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, later: Tensor, context: Context | None) -> tuple[Tensor, Tensor]:
         """Hidden states and embeddings of later tokens, both `[b, s, h]`, to hidden states as they are and normed."""
         joined = torch.cat([self.hidden_norm(x), self.embedding_norm(later)], dim=-1)  # [b, s, 2h]
-        x = self.block(self.join(joined), rotary)
+        x = self.block(self.join(joined), context)
         return x, self.norm(x)
+
+
+class Absent(nn.Module):
+    """The place of a part that another stage of the pipeline holds: hands on what it gets."""
+
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        """`x` as it is."""
+        return x
 
 
 class GPT(nn.Module):
@@ -77,60 +86,88 @@ class GPT(nn.Module):
         if config.position_kind == "learned_absolute":
             assert config.max_positions is not None, "resolved"
             self.positions = nn.Embedding(config.max_positions, config.hidden_dim)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-        self.blocks = nn.ModuleList(Block(config, sockets) for _ in range(config.num_layers))
+        self.dropout = Dropout(config.hidden_dropout, 0)
+        self.blocks = nn.ModuleList(Block(config, sockets, number) for number in range(config.num_layers))
         self.norm = make_norm(config, config.hidden_dim)
         self.head = None if config.tied_embeddings else nn.Linear(config.hidden_dim, config.vocab_rows, bias=False)
-        self.further = nn.ModuleList(FurtherPrediction(config, sockets) for _ in range(config.num_mtp_layers))
+        self.further = nn.ModuleList(
+            FurtherPrediction(config, sockets, config.num_layers + depth) for depth in range(config.num_mtp_layers)
+        )
         self.loss: Callable[..., Tensor] = sockets.loss
         self.side_losses: dict[str, Tensor] = {}
         """Losses of the last forward in training that are logged apart, by name, detached: `mtp_1` is `[b, s - 1]`."""
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Loss in nats per token, float32, `[b, s]`, from int64 `tokens` and `labels`, both `[b, s]`."""
-        rotary = self.make_rotary(tokens)
-        x = self.compute_hidden(tokens, rotary)
-        loss = self.loss(self.project(self.norm(x)), labels, vocab_size=self.vocab_size)
+    def forward(
+        self, tokens: Tensor, labels: Tensor, *, keys: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Loss in nats per token, float32, `[b, s]`.
+
+        Args:
+            tokens: int64 `[b, s]`.
+            labels: int64 `[b, s]`.
+            keys: int64 `[b]`, one number a sample from which its dropout follows; 0, 1, ... if not given.
+            positions: int64 `[s]` on the CPU, place of each token in its sample; 0, 1, ... if not given.
+        """
+        context = make_context(self.config, tokens, keys=keys, positions=positions)
+        return self.compute_loss(self.run_blocks(self.embed(tokens, context), context), labels, context)
+
+    def embed(self, tokens: Tensor, context: Context) -> Tensor:
+        """The residual stream before the first block, `[b, s, h]`."""
+        x = self.embedding(tokens)  # [b, s, h]
+        if self.positions is not None:
+            x = x + self.positions(context.positions)
+        return self.dropout(x, context)
+
+    def run_blocks(self, x: Tensor, context: Context) -> Tensor:
+        """The residual stream after the last block, before the norm, `[b, s, h]`."""
+        for block in self.blocks:
+            x = block(x, context)
+        return x
+
+    def compute_loss(self, x: Tensor, labels: Tensor, context: Context) -> Tensor:
+        """Loss per token, `[b, s]`, from the residual stream after the last block."""
+        loss = self.project_loss(self.norm(x), labels)
         self.side_losses = {}
         if self.further and self.training:
-            further = self.compute_further(x, labels, rotary)
+            further = self.compute_further(x, labels, context)
             loss = loss + (further - further.detach())  # adds its gradient and the value 0
         return loss
 
-    def compute_further(self, x: Tensor, labels: Tensor, rotary: Rotary | None) -> Tensor:
+    def compute_further(self, x: Tensor, labels: Tensor, context: Context) -> Tensor:
         """Weighted mean over depths of the losses of later tokens, `[b, s]`; 0 at the end, where no label is known."""
         total = torch.zeros_like(labels, dtype=torch.float32)
         for depth, part in enumerate(self.further, 1):
             later = self.embedding(labels.roll(1 - depth, dims=1))  # token i + depth
-            x, normed = part(x, later, rotary)
-            losses = self.loss(self.project(normed), labels.roll(-depth, dims=1), vocab_size=self.vocab_size)
+            x, normed = part(x, later, context)
+            losses = self.project_loss(normed, labels.roll(-depth, dims=1))
             total = total + F.pad(losses[:, :-depth], (0, depth))
             self.side_losses[f"mtp_{depth}"] = losses[:, :-depth].detach()
         return total * (self.config.mtp_loss_scale / len(self.further))
 
+    def project_loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Loss per token, `[b, s]`, from normed hidden states; the projection is left to the loss socket."""
+        return self.loss(x, self.output_weight, labels, vocab_size=self.vocab_size, scale=self.score_scale)
+
     def compute_logits(self, tokens: Tensor) -> Tensor:
         """Scores over the padded vocabulary, `[b, s, v]`."""
-        return self.project(self.norm(self.compute_hidden(tokens, self.make_rotary(tokens))))
-
-    def make_rotary(self, tokens: Tensor) -> Rotary | None:
-        """The table of rotary positions for a micro-batch."""
-        return make_rotary(self.config, tokens.shape[1], tokens.device)
-
-    def compute_hidden(self, tokens: Tensor, rotary: Rotary | None) -> Tensor:
-        """The residual stream after the last block, before the norm, `[b, s, h]`."""
-        x = self.embedding(tokens)  # [b, s, h]
-        if self.positions is not None:
-            x = x + self.positions.weight[: tokens.shape[1]]
-        x = self.dropout(x)
-        for block in self.blocks:
-            x = block(x, rotary)
-        return x
+        context = make_context(self.config, tokens)
+        return self.project(self.norm(self.run_blocks(self.embed(tokens, context), context)))
 
     def project(self, x: Tensor) -> Tensor:
-        """Normed hidden states `[b, s, h]` to scores `[b, s, v]`; under mu-P divided by the width's growth."""
-        scores = F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
+        """Normed hidden states `[b, s, h]` to scores `[b, s, v]`."""
+        scores = F.linear(x, self.output_weight)
+        return scores if self.score_scale == 1 else scores * self.score_scale
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output projection, `[v, h]`."""
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by: 1, or under mu-P the inverse of the width's growth."""
         base = self.config.mup_base_dim
-        return scores if base is None else scores * (base / self.config.hidden_dim)
+        return 1.0 if base is None else base / self.config.hidden_dim
 
 
 def build_gpt(config: ModelConfig, sockets: Sockets, *, device: torch.device, dtype: torch.dtype) -> GPT:

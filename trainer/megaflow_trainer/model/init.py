@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +15,24 @@ from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.norm import NORMS
 
 
-def init_weights(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
+class Part(Protocol):
+    """What this rank holds of a weight."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the full weight."""
+
+    def take(self, full: Tensor) -> Tensor:
+        """This rank's part of the full weight."""
+
+
+def init_weights(
+    model: nn.Module, config: ModelConfig, *, seed: int, parts: Mapping[str, Part] = MappingProxyType({})
+) -> None:
     """Fill every weight: norms 1, biases 0, matrices N(0, std), those that write into the residual stream
     N(0, std / sqrt(2 L)). Under mu-P the std of matrices inside the blocks falls with the root of the width's growth.
+
+    A weight of which this rank holds a part is drawn in full and the part is taken, one weight at a time.
     """
     norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, NORMS)}
     with torch.no_grad():
@@ -24,7 +42,9 @@ def init_weights(model: nn.Module, config: ModelConfig, *, seed: int) -> None:
             elif name.endswith(".bias"):
                 weight.zero_()
             else:
-                weight.copy_(_draw(weight, choose_std(name, config), name, seed))
+                part = parts.get(name)
+                full = _draw(weight.shape if part is None else part.shape, choose_std(name, config), name, seed)
+                weight.copy_(full if part is None else part.take(full))
 
 
 def choose_std(name: str, config: ModelConfig) -> float:
@@ -42,8 +62,8 @@ def is_inner(name: str) -> bool:
     return name.startswith(("blocks.", "further."))
 
 
-def _draw(weight: Tensor, std: float, name: str, seed: int) -> Tensor:
+def _draw(shape: Sequence[int], std: float, name: str, seed: int) -> Tensor:
     """Normal values on the CPU in fp32, from a generator of this weight's own."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(weight.shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+    return torch.empty(tuple(shape), dtype=torch.float32).normal_(0.0, std, generator=generator)

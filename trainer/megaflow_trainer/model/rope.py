@@ -26,20 +26,19 @@ _YARN_FAST, _YARN_SLOW = 32.0, 1.0  # the same two bounds in YaRN's paper
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Cosines and sines of every position, `[s, r/2]` fp32, and the pairing of channels."""
+    """Cosines and sines of every token's position, `[s, r/2]` fp32, and the pairing of channels."""
 
     cos: Tensor
     sin: Tensor
     is_interleaved: bool
 
 
-def make_rotary(config: ModelConfig, seq_len: int, device: torch.device) -> Rotary | None:
-    """The table for sequences of `seq_len` tokens; None if the model has no rotary positions."""
+def make_rotary(config: ModelConfig, positions: Tensor, device: torch.device) -> Rotary | None:
+    """The table for tokens at `positions`, `[s]` on the CPU; None if the model has no rotary positions."""
     if config.rotary_dim == 0:
         return None
     frequencies, gain = compute_frequencies(config)  # [r/2]
-    positions = torch.arange(seq_len, dtype=torch.float32)
-    angles = torch.outer(positions, frequencies)  # [s, r/2]
+    angles = torch.outer(positions.to(torch.float32), frequencies)  # [s, r/2]
     return Rotary((angles.cos() * gain).to(device), (angles.sin() * gain).to(device), config.rotary_interleaved)
 
 

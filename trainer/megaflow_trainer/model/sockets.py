@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megaflow_trainer.ops.attention import attend_sdpa
-from megaflow_trainer.ops.cross_entropy import cross_entropy
+from megaflow_trainer.ops.cross_entropy import linear_cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sockets:
-    """The linear layer, the attention core and the loss, each with its local default."""
+    """The linear layer, the attention core and the loss with the output projection, each with its local default."""
 
     linear: Callable[..., nn.Module] = nn.Linear
     attention: Callable[..., Tensor] = attend_sdpa
-    loss: Callable[..., Tensor] = cross_entropy
+    loss: Callable[..., Tensor] = linear_cross_entropy

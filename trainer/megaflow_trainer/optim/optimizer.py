@@ -16,7 +16,7 @@ from torch import Tensor
 from megaflow_trainer.config.sections import OptimConfig
 from megaflow_trainer.optim.rules import Adam, Lion, Muon, Rule, Sgd, Slot, is_uniform
 from megaflow_trainer.optim.scaler import LossScaler
-from megaflow_trainer.parallel.data import MainParameter
+from megaflow_trainer.parallel.buckets import MainParameter
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EMBEDDINGS = ("embedding.weight", "positions.weight", "head.weight")
@@ -52,6 +52,7 @@ class Optimizer:
     ) -> None:
         self.weights = {main.name: main.weight for main in parameters}
         self.masters = {main.name: _make_master(main, config) for main in parameters}
+        self.is_matrix = {main.name: main.is_matrix for main in parameters}
         self.main_grads = {main.name: main.main_grad for main in parameters}
         self.scaler, self.is_offloaded = scaler, config.is_offloaded
         self.weight_decay = config.weight_decay
@@ -64,7 +65,7 @@ class Optimizer:
         main, rest = _make_rules(config)
         found: dict[tuple[Rule, float, float], list[Slot]] = {}
         for name, master in self.masters.items():
-            is_matrix = master.dim() > 1
+            is_matrix = self.is_matrix[name]
             rule = main if is_matrix and name not in _EMBEDDINGS else rest
             decay = 1.0 if is_matrix and not any(fnmatch(name, pattern) for pattern in config.no_decay) else 0.0
             lr = mup_ratio if is_matrix and name.startswith(("blocks.", "further.")) else 1.0

@@ -20,6 +20,8 @@ class StepPlan:
     weight_decay: float
     num_micro_batches: int
     num_samples: int
+    first_sample: int = 0
+    """How many samples were consumed before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +106,7 @@ class Planner:
             weight_decay=self.decay.at(after),
             num_micro_batches=num_samples // unit,
             num_samples=num_samples,
+            first_sample=consumed,
         )
 
 

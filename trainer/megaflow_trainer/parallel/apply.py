@@ -1,25 +1,33 @@
 """The only place that knows in which order parallelism is put on a model.
 
 Order: pipeline split -> tensor/sequence -> expert -> context -> recompute -> compile -> data parallel.
-This version has recompute and the last.
+This version has all but expert and compile. A model comes without memory for its weights; it gets it, and
+values, as soon as it is known which part of each weight this rank holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from megaflow_trainer.config.sections import RecomputeConfig
+from megaflow_trainer.config.sections import ParallelConfig, RecomputeConfig
+from megaflow_trainer.model.gpt import GPT
 from megaflow_trainer.parallel.collectives import copy_from_first
-from megaflow_trainer.parallel.data import MainGradients
+from megaflow_trainer.parallel.context import cut_positions, share_context
+from megaflow_trainer.parallel.data import DataOptions, MainGradients
+from megaflow_trainer.parallel.fsdp import DividedGradients, divide_weights
 from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.pipeline import Chunk, Pipeline, join_copies, split_pipeline
 from megaflow_trainer.parallel.recompute import apply_recompute
 from megaflow_trainer.parallel.saved import SavedActivations, keep_saved, make_saved
+from megaflow_trainer.parallel.shards import ShardMap
+from megaflow_trainer.parallel.tensor import shard_tensor
 
-NO_RECOMPUTE = RecomputeConfig()
+Fill = Callable[[GPT, ShardMap], None]
+"""Gives a model memory and values for what this rank holds of each weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +35,13 @@ class ParallelModel:
     """A model as the loop uses it: call it for losses, ask `gradients` for what backward left."""
 
     module: nn.Module
-    gradients: MainGradients
+    gradients: MainGradients | DividedGradients
+    parts: ShardMap
     saved: SavedActivations | None = None
+    positions: Tensor | None = None
+    """Places of this rank's tokens in their samples where ranks share sequences, int64 `[s]` on the CPU."""
+    pipeline: Pipeline | None = None
+    """Runs the micro-batches of a step where the model is cut into stages; the model itself is not called then."""
 
     @property
     def side_losses(self) -> dict[str, Tensor]:
@@ -36,40 +49,95 @@ class ParallelModel:
         losses: dict[str, Tensor] = getattr(self.module, "side_losses", {})
         return losses
 
-    def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Loss per token of this rank's micro-batch, float32, `[b, s]`."""
+    def take_own(self, x: Tensor) -> Tensor:
+        """This rank's tokens of whole samples, `[b, s, ...]`."""
+        if self.positions is None:
+            return x
+        return x.index_select(1, self.positions.to(x.device, non_blocking=True))
+
+    def __call__(self, tokens: Tensor, labels: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Loss per token of this rank's micro-batch, float32, `[b, s]`; `keys` decide its dropout, int64 `[b]`."""
         with keep_saved(self.saved):
-            loss: Tensor = self.module(tokens, labels)
+            loss: Tensor = self.module(tokens, labels, keys=keys, positions=self.positions)
         return loss
 
     def measure_norm(self) -> Tensor:
-        """2-norm of all weights, fp32 scalar on the device (fp64 in fp64). Every weight is counted once."""
-        weights = [weight.detach() for weight in self.module.parameters()]
-        wide = torch.promote_types(weights[0].dtype, torch.float32)
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(weights, 2, wide)))
+        """2-norm of all weights, fp32 scalar on the device (fp64 in fp64). Every element of the model is counted once.
+
+        Sends one all-reduce where ranks divide the model.
+        """
+        return self.gradients.measure_weights()
 
 
-def parallelize(
-    model: nn.Module,
-    mesh: Mesh,
-    *,
-    recompute: RecomputeConfig = NO_RECOMPUTE,
-    parts: Sequence[Sequence[str]] | None = None,
-    grad_dtype: torch.dtype = torch.float32,
-    measure_every: int = 1,
-) -> ParallelModel:
-    """Make a model with initial weights ready for the ranks of `mesh`. Broadcasts the weights of the first rank.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is put on a model.
 
     Args:
-        model: a GPT.
-        mesh: the ranks.
+        parallel: what ranks divide.
         recompute: what is computed again in backward, and how the rest is kept.
-        parts: for each block what selective recompute takes; `recompute.modules` of all blocks if not given.
+        recomputed_parts: for each block what selective recompute takes; `recompute.modules` of all if not given.
+        compute_dtype: of activations where ZeRO 3 keeps weights wider.
         grad_dtype: of the main gradients.
         measure_every: forwards from one measurement of the error of compressed activations to the next.
     """
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    recomputed_parts: Sequence[Sequence[str]] | None = None
+    compute_dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype = torch.float32
+    measure_every: int = 1
+    seq_len: int = 0
+    """Tokens of a sample, for ranks that share sequences."""
+
+
+def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None = None) -> ParallelModel:
+    """Make a model ready for the ranks of `mesh`. Broadcasts the weights of the first rank of those that share them.
+
+    Args:
+        model: without memory if `fill` is given, else with its weights.
+        mesh: the ranks.
+        plan: what is put on it.
+        fill: gives memory and values; called when it is known what this rank holds.
+    """
+    chunks = split_pipeline(model, mesh, plan.parallel) if mesh.pp_group is not None else []
+    parts = shard_tensor(model, mesh, is_sequence=plan.parallel.sequence_parallel)
+    join_copies(model, mesh, parts, plan.parallel)
+    share_context(model, mesh, plan.parallel.cp_kind)
+    if fill is not None:
+        fill(model, parts)
     for weight in model.parameters():
-        copy_from_first(weight.data, mesh.dp_group)
-    apply_recompute(model, recompute, parts)
-    gradients = MainGradients(model, mesh.dp_group, grad_dtype)
-    return ParallelModel(model, gradients, make_saved(model, recompute, measure_every=measure_every))
+        copy_from_first(weight.data, mesh.gradient_group)
+    apply_recompute(model, plan.recompute, plan.recomputed_parts)
+    gradients = collect_gradients(model, mesh, parts, plan)
+    saved = make_saved(model, plan.recompute, measure_every=plan.measure_every)
+    pipeline = make_pipeline(chunks, model, mesh, plan, gradients) if isinstance(gradients, MainGradients) else None
+    positions = None
+    if mesh.cp_group is not None:
+        positions = cut_positions(plan.seq_len, mesh.layout.cp, mesh.cp_rank, plan.parallel.cp_kind)
+    for chunk in chunks:
+        chunk.positions, chunk.saved = positions, saved
+    return ParallelModel(model, gradients, parts, saved, positions, pipeline)
+
+
+def collect_gradients(model: GPT, mesh: Mesh, parts: ShardMap, plan: Plan) -> MainGradients | DividedGradients:
+    """Data parallelism as the plan asks for it."""
+    own = plan.parallel
+    if own.zero == 3 and mesh.shard_group is not None:
+        divide_weights(model, mesh, compute_dtype=plan.compute_dtype, grad_dtype=plan.grad_dtype)
+        return DividedGradients(model, mesh, parts)
+    options = DataOptions(
+        zero=min(own.zero, 2), bucket_size=own.bucket_size, overlaps=own.overlaps, dtype=plan.grad_dtype
+    )
+    return MainGradients(model, mesh, parts, options)
+
+
+def make_pipeline(
+    chunks: Sequence[Chunk], model: GPT, mesh: Mesh, plan: Plan, gradients: MainGradients
+) -> Pipeline | None:
+    """What runs the stages; None for a model in one piece."""
+    if not chunks:
+        return None
+    width, dtype = model.config.hidden_dim, next(model.parameters()).dtype
+    return Pipeline(chunks, mesh, plan.parallel, width=width, dtype=dtype, sweep=gradients.sweep)

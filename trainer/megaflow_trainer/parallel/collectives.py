@@ -1,10 +1,14 @@
-"""The few collectives of the trainer. A group of None is a single rank: nothing is sent."""
+"""The few collectives of the trainer. A group of None is a single rank: nothing is sent.
+
+Those with a gradient come in pairs, each the other's backward: `copy_into` and `sum_from` (the f and g of Megatron's
+tensor parallelism), `gather_tokens` and `scatter_sums` (the same with tokens divided), `exchange` and itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,3 +70,115 @@ def own_group(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | N
     assert isinstance(made, dist.ProcessGroup), "this rank is in it"
     yield made
     dist.destroy_process_group(made)
+
+
+def copy_into(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """`x` where every rank of `group` computes with it another part; backward adds their gradients (all-reduce)."""
+    copied: Tensor = x if group is None else _CopyInto.apply(x, group)
+    return copied
+
+
+def sum_from(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum of the parts of all ranks of `group` (all-reduce); backward hands the gradient on as it is."""
+    total: Tensor = x if group is None else _SumFrom.apply(x, group)
+    return total
+
+
+def gather_tokens(x: Tensor, group: dist.ProcessGroup | None, dim: int = 1) -> Tensor:
+    """Tensors of all ranks of `group` joined along `dim` (all-gather); backward adds gradients and divides them."""
+    joined: Tensor = x if group is None else _GatherTokens.apply(x, group, dim)
+    return joined
+
+
+def scatter_sums(x: Tensor, group: dist.ProcessGroup | None, dim: int = 1) -> Tensor:
+    """This rank's run along `dim` of the sum over `group` (reduce-scatter); backward joins gradients (all-gather)."""
+    part: Tensor = x if group is None else _ScatterSums.apply(x, group, dim)
+    return part
+
+
+def exchange(x: Tensor, group: dist.ProcessGroup | None, *, cut: int, join: int) -> Tensor:
+    """Cut `x` along one dim into a part for each rank and join what arrives along another (all-to-all)."""
+    arrived: Tensor = x if group is None else _Exchange.apply(x, group, cut, join)
+    return arrived
+
+
+def gather_along(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Tensors of all ranks joined along `dim`, in rank order; no gradient."""
+    out = x.new_empty(dist.get_world_size(group), *x.shape)
+    dist.all_gather_into_tensor(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=group)
+    return out.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def scatter_along(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """This rank's run along `dim` of the sum over the ranks; no gradient."""
+    size = dist.get_world_size(group)
+    parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
+    out = x.new_empty(parts.shape[1:])
+    dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=group)
+    return out
+
+
+def exchange_along(x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
+    """Send run i along `cut` to rank i and join what arrives along `join`; no gradient."""
+    parts = x.unflatten(cut, (dist.get_world_size(group), -1)).movedim(cut, 0).contiguous()
+    arrived = torch.empty_like(parts)
+    dist.all_to_all_single(arrived, parts, group=group)
+    return arrived.movedim(0, join).flatten(join, join + 1)
+
+
+class _CopyInto(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _SumFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gather_along(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return scatter_along(grad, ctx.group, ctx.dim), None, None
+
+
+class _ScatterSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return scatter_along(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_along(grad, ctx.group, ctx.dim), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
+        ctx.group, ctx.cut, ctx.join = group, cut, join
+        return exchange_along(x, group, cut, join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return exchange_along(grad, ctx.group, ctx.join, ctx.cut), None, None, None

@@ -1,69 +1,261 @@
-"""Data parallelism: every rank holds the whole model and other samples; gradients are summed in fp32.
+"""Data parallelism and ZeRO: ranks with the same weights read other samples, and their gradients are added.
 
-All main gradients lie in one flat fp32 buffer. Backward leaves a gradient in the weight's dtype; a hook adds it to the
-buffer and frees it, so that accumulation over micro-batches is in fp32 whatever the weights are. After the last
-micro-batch the buffer is summed over the group by one all-reduce.
+Gradients. Backward leaves a gradient in the weight's dtype; a hook adds it to a flat buffer of main gradients (fp32)
+and frees it, so that accumulation over micro-batches is in fp32 whatever the weights are. The buffer is cut into
+buckets in the order of backward. A bucket whose last gradient of the step has come is sent while backward goes on, the
+next one never before it, so that all ranks send in the same order.
+
+What is divided. ZeRO 0: nothing; a bucket is all-reduced. ZeRO 1: optimizer states; each rank steps one equal part of
+every bucket, so that a bucket is reduce-scattered, and after the step its weights are all-gathered, in the order of
+forward, waited for by the modules that use them. ZeRO 2: main gradients too; a rank keeps those of its part only, and a
+bucket's full buffer lives from its first gradient of a micro-batch to the reduce-scatter behind its last one. With
+replicas, parts are all-reduced among the ranks that have the same one.
+
+Bytes a step and weight (fp32 gradients, bf16 weights, n ranks): ZeRO 0 all-reduce 2 (n-1)/n x 4; ZeRO 1 reduce-scatter
+(n-1)/n x 4 and all-gather (n-1)/n x 2; ZeRO 2 the reduce-scatter once a micro-batch.
+
+Other axes. Terms of a gradient that lie on other ranks (`GradientSum`) are added before a bucket is sent. The norm
+counts every element on the one rank that answers for it and adds the ranks' squares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaflow_trainer.parallel.buckets import (
+    Bucket,
+    MainParameter,
+    Slot,
+    add_terms,
+    expose,
+    find_owned,
+    make_buckets,
+    sum_squares,
+)
 from megaflow_trainer.parallel.collectives import sum_over
+from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.shards import ShardMap
 
-_ALIGNMENT = 32  # elements: each view starts on a 128-byte line
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataOptions:
+    """How data-parallel ranks work together."""
 
-@dataclass(frozen=True, slots=True)
-class MainParameter:
-    """A weight as the optimizer sees it on this rank."""
-
-    name: str
-    weight: nn.Parameter
-    main_grad: Tensor
+    zero: int = 0
+    bucket_size: int = 40_000_000
+    overlaps: bool = True
+    dtype: torch.dtype = torch.float32
 
 
 class MainGradients:
     """The gradients of a model in one dtype (fp32; fp64 for fp64 weights), as sums over the tokens of the batch."""
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, parts: ShardMap | None = None, options: DataOptions = DataOptions()
+    ) -> None:
+        parts = parts or ShardMap.of(model)
+        self.mesh, self.options = mesh, options
         named = list(model.named_parameters())
-        sizes = [-(-weight.numel() // _ALIGNMENT) * _ALIGNMENT for _, weight in named]
-        if named[0][1].dtype == torch.float64:
-            dtype = torch.float64
-        self.buffer = torch.zeros(sum(sizes), dtype=dtype, device=named[0][1].device)
-        self.group = group
+        self.device, weight_dtype = named[0][1].device, named[0][1].dtype
+        self.dtype = torch.float64 if weight_dtype == torch.float64 else options.dtype
+        self.divisor = mesh.layout.dp_shard * mesh.layout.cp if options.zero else 1
+        own = 0 if mesh.shard_group is None or not options.zero else dist.get_rank(mesh.shard_group)
+        self.buckets = make_buckets(named, parts, options.bucket_size, self.divisor, own)
         self.parameters: list[MainParameter] = []
-        for (name, weight), piece in zip(named, self.buffer.split(sizes), strict=True):
-            main = MainParameter(name, weight, piece[: weight.numel()].view_as(weight))
-            weight.register_post_accumulate_grad_hook(_make_hook(main.main_grad))
-            self.parameters.append(main)
+        self.num_micro_batches, self.num_sent = 1, 0
+        for bucket in self.buckets:
+            self._give_memory(bucket, weight_dtype)
+        order = {name: number for number, (name, _) in enumerate(named)}
+        self.parameters.sort(key=lambda main: order[main.name])
+        if options.zero and self.divisor > 1 and options.overlaps:
+            _wait_in_forward(model, self.buckets, self._receive)
+        self.has_all = mesh.model_group is None and self.divisor == 1
+        self.owned = self.kept if self.has_all else list(find_owned(self.buckets, mesh))
 
-    def zero(self) -> None:
-        """Forget the last step."""
-        self.buffer.zero_()
+    def _give_memory(self, bucket: Bucket, weight_dtype: torch.dtype) -> None:
+        """Buffers of a bucket, hooks of its weights, and what the optimizer sees of them."""
+        is_kept_full = self.options.zero < 2
+        length = bucket.own.stop - bucket.own.start
+        kept = torch.zeros(bucket.size if is_kept_full else length, dtype=self.dtype, device=self.device)
+        if is_kept_full:
+            bucket.full = kept
+        bucket.kept = kept[bucket.own] if is_kept_full else kept
+        if self.options.zero:
+            bucket.weights = torch.zeros(bucket.size, dtype=weight_dtype, device=self.device)
+        for slot in bucket.slots:
+            if bucket.weights is not None:
+                view = slot.view(bucket.weights)
+                view.copy_(slot.weight.data)
+                slot.weight.data = view
+            slot.weight.register_post_accumulate_grad_hook(self._make_hook(bucket, slot))
+            main = expose(bucket, slot)
+            if main is not None:
+                self.parameters.append(main)
+
+    def _make_hook(self, bucket: Bucket, slot: Slot) -> Callable[[Tensor], None]:
+        def take(weight: Tensor) -> None:
+            self._add(bucket, slot)
+            slot.missing -= 1
+            bucket.waiting -= slot.missing == 0
+            if bucket.waiting == 0:
+                self._send_ready()
+
+        return take
+
+    def _add(self, bucket: Bucket, slot: Slot) -> None:
+        """Move a weight's gradient into the bucket."""
+        if bucket.full is None:
+            bucket.full = torch.zeros(bucket.size, dtype=self.dtype, device=self.device)
+        assert slot.weight.grad is not None
+        slot.view(bucket.full).add_(slot.weight.grad)
+        slot.weight.grad = None
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The main gradients that this rank steps, flat, a tensor a bucket."""
+        return [bucket.kept for bucket in self.buckets]
+
+    def start(self, num_micro_batches: int = 1) -> None:
+        """Forget the last step; what comes is that of `num_micro_batches` backwards."""
+        self.receive_weights()
+        self.num_micro_batches = 1 if self.options.zero == 2 else num_micro_batches
+        for bucket in self.buckets:
+            (bucket.kept if bucket.full is None else bucket.full).zero_()
+            self._arm(bucket)
+        self.num_sent = 0
+
+    def _arm(self, bucket: Bucket) -> None:
+        """Count again the gradients that a bucket waits for."""
+        bucket.waiting = len(bucket.slots)
+        for slot in bucket.slots:
+            slot.missing = self.num_micro_batches
+
+    def _send_ready(self) -> None:
+        """Send buckets that are complete, in their order; under ZeRO 2 once a micro-batch, else once a step."""
+        if not self.options.overlaps and self.options.zero < 2:
+            return
+        early = [bucket for bucket in self.buckets if not bucket.is_late]
+        while self.num_sent < len(early):
+            if early[self.num_sent].waiting > 0:
+                return
+            self._send(early[self.num_sent])
+            self.num_sent += 1
+        if self.options.zero == 2:  # take in what has been reduced, and make ready for the next micro-batch
+            self.num_sent = 0
+            for bucket in early:
+                self._finish(bucket)
+                self._arm(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        """Add terms of other ranks, then start the reduction of a bucket."""
+        assert bucket.full is not None, "it has a gradient"
+        add_terms((slot.view(bucket.full), slot.sums) for slot in bucket.slots)
+        mesh, is_async = self.mesh, self.options.overlaps
+        if self.options.zero == 0:
+            if mesh.gradient_group is not None:
+                bucket.handle = dist.all_reduce(bucket.full, group=mesh.gradient_group, async_op=is_async)
+        elif mesh.shard_group is not None:
+            bucket.received = torch.empty_like(bucket.kept)
+            bucket.handle = dist.reduce_scatter_tensor(
+                bucket.received, bucket.full, group=mesh.shard_group, async_op=is_async
+            )
+        elif self.options.zero == 2:
+            bucket.received = bucket.full
+
+    def _finish(self, bucket: Bucket) -> None:
+        """Wait for a bucket and keep this rank's part of it."""
+        if bucket.handle is not None:
+            bucket.handle.wait()
+            bucket.handle = None
+        if bucket.received is not None:
+            (bucket.kept.add_ if self.options.zero == 2 else bucket.kept.copy_)(bucket.received)
+            bucket.received = None
+        if self.options.zero == 2:
+            bucket.full = None
+
+    def sweep(self) -> None:
+        """Take in gradients left by a backward that runs no hooks."""
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if slot.weight.grad is not None:
+                    self._add(bucket, slot)
 
     def reduce(self) -> None:
-        """Sum over the data-parallel group: one all-reduce of all parameters, fp32."""
-        sum_over(self.buffer, self.group)
+        """Complete the sums over the ranks; what is not sent yet is sent now, in the same order on every rank."""
+        self.sweep()
+        for bucket in self.buckets[self.num_sent :]:
+            if bucket.full is not None:
+                self._send(bucket)
+        for bucket in self.buckets:
+            self._finish(bucket)
+            if self.options.zero:
+                sum_over(bucket.kept, self.mesh.replicate_group)
 
     def norm(self) -> Tensor:
-        """Global 2-norm, fp32 scalar on the device (fp64 in fp64). Every weight is counted once."""
-        return torch.linalg.vector_norm(self.buffer, dtype=torch.promote_types(self.buffer.dtype, torch.float32))
+        """Global 2-norm, fp32 scalar on the device (fp64 in fp64). Every element of the model is counted once."""
+        square = sum_squares(self.owned, self.device)
+        if not self.has_all:
+            sum_over(square, self.mesh.world_group)
+        return square.sqrt().to(torch.promote_types(self.dtype, torch.float32))
+
+    def measure_weights(self) -> Tensor:
+        """2-norm of the weights, as `norm` is of the gradients; waits for weights that are on their way."""
+        self.receive_weights()
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        owned = [run for slot in slots for run in slot.shard.list_owned(slot.weight.detach())]
+        square = sum_squares(owned, self.device)
+        sum_over(square, self.mesh.model_group)
+        return square.sqrt().to(torch.promote_types(self.dtype, torch.float32))
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply every gradient by a scalar."""
-        self.buffer.mul_(factor)
+        """Multiply every gradient that this rank steps by a scalar."""
+        for bucket in self.buckets:
+            bucket.kept.mul_(factor.to(self.dtype))
+
+    def share_weights(self) -> None:
+        """Send the weights that this rank has stepped to the others, in the order in which forward needs them."""
+        if self.options.zero == 0 or self.mesh.shard_group is None:
+            return
+        for bucket in reversed(self.buckets):
+            assert bucket.weights is not None
+            bucket.handle = dist.all_gather_into_tensor(
+                bucket.weights, bucket.weights[bucket.own].clone(), group=self.mesh.shard_group, async_op=True
+            )
+        if not self.options.overlaps:
+            self.receive_weights()
+
+    def receive_weights(self) -> None:
+        """Wait until every weight is here: for readers other than forward."""
+        for bucket in reversed(self.buckets):
+            self._receive(bucket)
+
+    def _receive(self, bucket: Bucket) -> None:
+        if bucket.handle is not None:
+            bucket.handle.wait()
+            bucket.handle = None
 
 
-def _make_hook(main_grad: Tensor):  # type: ignore[no-untyped-def]
-    def add_to_main(weight: Tensor) -> None:
-        assert weight.grad is not None
-        main_grad.add_(weight.grad)
-        weight.grad = None
+def _wait_in_forward(model: nn.Module, buckets: Sequence[Bucket], receive: Callable[[Bucket], None]) -> None:
+    """Let each module wait for its own weights before it uses them.
 
-    return add_to_main
+    Hooks are on the modules that own weights, since blocks may be computed by others (recompute). The projection's
+    weight is used by the loss without a call of its module: the norm before it waits for it.
+    """
+    bucket_of: Mapping[nn.Parameter, Bucket] = {slot.weight: bucket for bucket in buckets for slot in bucket.slots}
+    modules = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(False))}
+    for name, module in modules.items():
+        used = list(module.parameters(False))
+        if name == "norm":
+            used += list(modules["head" if "head" in modules else "embedding"].parameters(False))
+        needed = {id(bucket_of[weight]): bucket_of[weight] for weight in used}
+
+        def wait(*_: object, needed: Sequence[Bucket] = tuple(needed.values())) -> None:
+            for bucket in needed:
+                receive(bucket)
+
+        module.register_forward_pre_hook(wait)

@@ -1,17 +1,22 @@
 """The ranks of a run and the axes they form; built once and passed down.
 
-Axes: `dp_replicate` is the only one in this version; the others join it here, in Megatron's rank order.
+The order of the axes is in `config/layout.py`. Beside the groups of single axes there are those of several: gradients
+are summed over data and context, losses over all ranks but those that share a layer. A group is made of the same ranks
+only once, and only by its own ranks; torch names it by how many this rank has made before, so that every rank makes
+equally many.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from megaflow.errors import ConfigError
+from megaflow_trainer.config.layout import AXES, EXPERT_AXES, Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,25 +26,77 @@ class Launch:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    base: int = 0
+    """Processes of the process group before rank 0 of this run: not 0 if several runs share one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """This rank's place on every axis. Groups are None where an axis has one rank: then nothing is sent."""
+    """This rank's place on every axis. Groups are None where they have one rank: then nothing is sent."""
 
     rank: int
     world_size: int
     device: torch.device
     backend: str
+    layout: Layout = field(default_factory=Layout)
+    base: int = 0
+    """Processes of the process group before rank 0 of this run."""
     device_mesh: DeviceMesh | None = None
+    """The axes `AXES`, for what torch does itself; None for a single rank."""
+    tp_rank: int = 0
+    cp_rank: int = 0
     dp_rank: int = 0
-    dp_size: int = 1
+    pp_rank: int = 0
+    world_group: dist.ProcessGroup | None = None
+    """All ranks of the run."""
+    tp_group: dist.ProcessGroup | None = None
+    """Ranks that share layers."""
+    cp_group: dist.ProcessGroup | None = None
+    """Ranks that share sequences."""
+    pp_group: dist.ProcessGroup | None = None
+    """The stages of one pipeline, first to last."""
     dp_group: dist.ProcessGroup | None = None
+    """Ranks with the same weights and other samples."""
+    gradient_group: dist.ProcessGroup | None = None
+    """Ranks with the same weights and other tokens: data and context."""
+    shard_group: dist.ProcessGroup | None = None
+    """Those of them among which ZeRO divides states: shards and context."""
+    replicate_group: dist.ProcessGroup | None = None
+    """Those with the same part of the states."""
+    loss_group: dist.ProcessGroup | None = None
+    """Ranks whose losses add up to that of the batch: all but those that share layers."""
+    model_group: dist.ProcessGroup | None = None
+    """Ranks that hold one model together: layers and stages."""
+    ep_group: dist.ProcessGroup | None = None
+    """Ranks that share the experts of a layer."""
+    etp_group: dist.ProcessGroup | None = None
+    """Ranks that share one expert."""
+    edp_group: dist.ProcessGroup | None = None
+    """Ranks with the same experts."""
+    kv_group: dist.ProcessGroup | None = None
+    """Ranks with the same key/value head, where there are fewer heads than tensor-parallel ranks."""
+    embedding_group: dist.ProcessGroup | None = None
+    """First and last stage, where the first one's embedding is the last one's output projection."""
 
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that speaks and writes for all."""
         return self.rank == 0
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks that read different samples."""
+        return self.layout.dp
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks that share layers."""
+        return self.layout.tp
+
+    @property
+    def is_replica_first(self) -> bool:
+        """Whether this is the first of the ranks with the same weights."""
+        return self.dp_rank == 0 and self.cp_rank == 0
 
 
 def choose_device(launch: Launch, backend: str | None) -> tuple[torch.device, str, list[str]]:
@@ -71,18 +128,81 @@ def start_group(launch: Launch, store: dist.Store | None, backend: str) -> None:
         )
 
 
-def build_mesh(launch: Launch, device: torch.device, backend: str) -> Mesh:
-    """Lay the ranks out on the axes. The process group must have been joined if there are several."""
+def build_mesh(launch: Launch, device: torch.device, backend: str, layout: Layout | None = None) -> Mesh:
+    """Lay the ranks out on the axes; without a layout all of them are data parallel.
+
+    The process group must have been joined if there are several ranks.
+    """
+    layout = layout or Layout(dp_replicate=launch.world_size)
+    assert layout.size == launch.world_size, "checked with the configuration"
     if launch.world_size == 1:
-        return Mesh(rank=0, world_size=1, device=device, backend=backend)
-    device_mesh = init_device_mesh(device.type, (launch.world_size,), mesh_dim_names=("dp_replicate",))
+        return Mesh(rank=0, world_size=1, device=device, backend=backend, layout=layout)
+    groups, rank = _Groups(launch.base), launch.rank
+
+    def make(*along: str, axes: tuple[str, ...] = AXES) -> dist.ProcessGroup | None:
+        return groups.make(layout.peers(rank, along, axes))
+
+    place = layout.place(rank)
+    sharers, stages = layout.peers(rank, ("tp",)), layout.peers(rank, ("pp",))
+    first_sharer = place["tp"] // layout.kv_copies * layout.kv_copies
     return Mesh(
-        rank=launch.rank,
+        rank=rank,
         world_size=launch.world_size,
         device=device,
         backend=backend,
-        device_mesh=device_mesh,
-        dp_rank=device_mesh.get_local_rank("dp_replicate"),
-        dp_size=device_mesh.size(0),
-        dp_group=device_mesh.get_group("dp_replicate"),
+        layout=layout,
+        base=launch.base,
+        device_mesh=_make_device_mesh(groups, layout, rank, device),
+        tp_rank=place["tp"],
+        cp_rank=place["cp"],
+        dp_rank=place["dp_replicate"] * layout.dp_shard + place["dp_shard"],
+        pp_rank=place["pp"],
+        world_group=make(*AXES),
+        tp_group=make("tp"),
+        cp_group=make("cp"),
+        pp_group=make("pp"),
+        dp_group=make("dp_replicate", "dp_shard"),
+        gradient_group=make("dp_replicate", "dp_shard", "cp"),
+        shard_group=make("dp_shard", "cp"),
+        replicate_group=make("dp_replicate"),
+        loss_group=make("pp", "dp_replicate", "dp_shard", "cp"),
+        model_group=make("pp", "tp"),
+        ep_group=make("ep", axes=EXPERT_AXES) if layout.ep > 1 else None,
+        etp_group=make("etp", axes=EXPERT_AXES) if layout.ep > 1 else None,
+        edp_group=make("edp", axes=EXPERT_AXES) if layout.ep > 1 else None,
+        kv_group=groups.make(sharers[first_sharer : first_sharer + layout.kv_copies]),
+        embedding_group=groups.make_ends(stages, rank),
     )
+
+
+class _Groups:
+    """Process groups by their ranks, so that no two are of the same ranks."""
+
+    def __init__(self, base: int) -> None:
+        self.base = base
+        self.made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def make(self, ranks: Sequence[int], *, is_kept_single: bool = False) -> dist.ProcessGroup | None:
+        """The group of these ranks, among them this one; every one of them calls this in the same order."""
+        key = tuple(dict.fromkeys(self.base + rank for rank in ranks))
+        if len(key) < 2 and not is_kept_single:
+            return None
+        if key not in self.made:
+            is_world = len(key) == dist.get_world_size()
+            group = dist.group.WORLD if is_world else dist.new_group(list(key), use_local_synchronization=True)
+            assert group is not None, "the process group has been joined"
+            self.made[key] = group
+        return self.made[key]
+
+    def make_ends(self, stages: Sequence[int], rank: int) -> dist.ProcessGroup | None:
+        """The group of the first and the last stage; the ones between make another, to have made equally many."""
+        if rank in (stages[0], stages[-1]):
+            return self.make([stages[0], stages[-1]])
+        dist.new_group([self.base + stage for stage in stages[1:-1]], use_local_synchronization=True)
+        return None
+
+
+def _make_device_mesh(groups: _Groups, layout: Layout, rank: int, device: torch.device) -> DeviceMesh:
+    single = [groups.make(layout.peers(rank, (axis,)), is_kept_single=True) for axis in AXES]
+    ranks = groups.base + torch.arange(layout.size).view(layout.sizes())
+    return DeviceMesh.from_group(single, device.type, mesh=ranks, mesh_dim_names=AXES)  # type: ignore[arg-type]

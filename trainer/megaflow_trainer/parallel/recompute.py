@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megaflow_trainer.config.sections import RecomputeConfig
+from megaflow_trainer.model.gpt import Absent
 
 
 def apply_recompute(model: nn.Module, config: RecomputeConfig, parts: Sequence[Sequence[str]] | None = None) -> None:
     """Wrap the blocks of a model, or parts of them, so that backward computes them again."""
     main, further = _list_blocks(model)
     if config.granularity == "selective":
-        given = [config.modules] * len(main) if parts is None else parts
+        given = [config.modules] * len(main) if parts is None else _pick_present(model, parts)
         extra = [given[-1]] * len(further)  # a block of multi-token prediction is like the last one
         for block, names in zip([*main, *further], [*given, *extra], strict=True):
             _wrap_parts(block, names)
@@ -40,7 +41,15 @@ def _list_blocks(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     blocks, further = model.blocks, model.further
     assert isinstance(blocks, nn.ModuleList), "a GPT"
     assert isinstance(further, nn.ModuleList), "a GPT"
-    return list(blocks), [part.get_submodule("block") for part in further]
+    return [block for block in blocks if not isinstance(block, Absent)], [
+        part.get_submodule("block") for part in further
+    ]
+
+
+def _pick_present(model: nn.Module, parts: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """What is given for each block of the model, for those that this stage of the pipeline holds."""
+    assert isinstance(model.blocks, nn.ModuleList), "a GPT"
+    return [names for block, names in zip(model.blocks, parts, strict=True) if not isinstance(block, Absent)]
 
 
 def _wrap_parts(block: nn.Module, names: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from megaflow_trainer.checkpoint.initial import describe_source, fill_weights, r
 from megaflow_trainer.config.batch import batch_phases
 from megaflow_trainer.config.cost_table import choose_parts
 from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.config.stages import describe_stages
 from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
@@ -21,9 +22,10 @@ from megaflow_trainer.ops.registry import Need, choose
 from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
 from megaflow_trainer.optim.scaler import build_scaler
 from megaflow_trainer.optim.schedule import Planner, build_planner
-from megaflow_trainer.parallel.apply import ParallelModel, parallelize
+from megaflow_trainer.parallel.apply import ParallelModel, Plan, parallelize
 from megaflow_trainer.parallel.collectives import do_on_first
 from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.shards import ShardMap
 from megaflow_trainer.training.clock import Clock
 from megaflow_trainer.training.data import RunData
 from megaflow_trainer.training.documents import Documents
@@ -68,12 +70,13 @@ def set_up(config: TrainConfig, data: RunData, loader: Loader, mesh: Mesh, notes
     model = build_model(config, mesh)
     optimizer = build_optimizer(model, config)
     spikes = SpikeWatch(window=config.guard.spike_window, threshold=config.guard.spike_threshold)
+    clock = Clock(mesh.device)
+    feed = Feed(loader, mesh.device, clock, vocab_size=data.vocab_size, eod_id=data.eod_id)
     state = TrainState(
-        model=model, optimizer=optimizer, loader=loader, data_fingerprint=data.train.fingerprint, spikes=spikes
+        model=model, optimizer=optimizer, feed=feed, data_fingerprint=data.train.fingerprint, spikes=spikes
     )
     start = resume_or_start(config, state, mesh)
     config = start.config  # the checkpoint's schedule, if that is to hold
-    clock = Clock(mesh.device)
     run = Run(
         config=config,
         mesh=mesh,
@@ -82,7 +85,7 @@ def set_up(config: TrainConfig, data: RunData, loader: Loader, mesh: Mesh, notes
         start=start,
         planner=build_planner(config),
         clock=clock,
-        feed=Feed(loader, mesh.device, clock, vocab_size=data.vocab_size, eod_id=data.eod_id),
+        feed=feed,
         guard=Guard(config, mesh, Documents(data.train), spikes),
     )
     introduce(run, notes)
@@ -97,18 +100,25 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         device=mesh.device, dtype=dtype, head_dim=config.model.head_width, has_window=config.model.window is not None
     )
     attention = choose("attention", ATTENTION, config.model.attention, need)
-    model = build_gpt(config.model, Sockets(attention=attention.function), device=mesh.device, dtype=dtype)
-    init_weights(model, config.model, seed=config.seed)
-    if config.checkpoint.init_from is not None:
-        start_from(Path(config.checkpoint.init_from), model, config, mesh)
-    return parallelize(
-        model,
-        mesh,
+    kept = torch.promote_types(dtype, torch.float32) if config.parallel.zero == 3 else dtype
+    model = build_gpt(config.model, Sockets(attention=attention.function), device=torch.device("meta"), dtype=kept)
+
+    def fill(model: GPT, parts: ShardMap) -> None:
+        model.to_empty(device=mesh.device)
+        init_weights(model, config.model, seed=config.seed, parts=parts.shards)
+        if config.checkpoint.init_from is not None:
+            start_from(Path(config.checkpoint.init_from), model, config, mesh)
+
+    plan = Plan(
+        parallel=config.parallel,
         recompute=config.recompute,
-        parts=choose_parts(config),
+        recomputed_parts=choose_parts(config),
+        compute_dtype=dtype,
         grad_dtype=DTYPES[config.optim.main_grad_dtype],
+        seq_len=config.data.seq_len,
         measure_every=config.log.every * config.step.sizes.num_micro_batches,
     )
+    return parallelize(model, mesh, plan, fill)
 
 
 def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:
@@ -130,7 +140,7 @@ def start_from(folder: Path, model: GPT, config: TrainConfig, mesh: Mesh) -> Non
         lines = fill_weights(targets, weights, path, vocab_size=vocab_size, may_grow=may_grow)
         return [f"initial weights from {describe_source(path)}", *lines]
 
-    for line in do_on_first(read, mesh.dp_group):
+    for line in do_on_first(read, mesh.world_group):
         say(mesh, f" note: {line}")
 
 
@@ -140,23 +150,25 @@ def introduce(run: Run, notes: Sequence[str]) -> None:
     batches = describe_batches(
         batch_phases(config.step),
         run.data.train,
-        consumed=run.state.loader.consumed_samples,
+        consumed=run.feed.consumed_samples,
         last_step=config.last_step,
     )
     data = {**batches, "train": describe_data(run.data.train)}
     if run.data.valid is not None:
         data["valid"] = describe_data(run.data.valid)
     write_manifest(run.folder, config, mesh, Origin(step=start.step, checkpoint=start.source, data=data))
-    do_on_first(lambda: prepare_metrics(run.folder, keep_until=start.step if start.is_own else None), mesh.dp_group)
+    do_on_first(lambda: prepare_metrics(run.folder, keep_until=start.step if start.is_own else None), mesh.world_group)
     for note in notes:
         say(mesh, f" note: {note}")
     for line in describe_needs(config, mesh.device):
         say(mesh, f" {line}")
+    if config.parallel.pp > 1:
+        say(mesh, f" layers on pipeline ranks: {describe_stages(config.model, config.parallel)}")
     step = config.step
     say(
         mesh,
-        f" training on {mesh.world_size} x {mesh.device.type} ({mesh.backend}, {step.dtype}): global batch "
-        f"{step.global_batch_size} = {step.micro_batch_size} x {mesh.dp_size} x {step.num_micro_batches}, "
+        f" training on {mesh.world_size} x {mesh.device.type} ({mesh.layout}, {mesh.backend}, {step.dtype}): "
+        f"global batch {step.global_batch_size} = {step.micro_batch_size} x {mesh.dp_size} x {step.num_micro_batches}, "
         f"iterations {start.step + 1} to {config.num_steps}, run folder {run.folder}",
     )
     if start.step >= config.last_step:

@@ -11,24 +11,30 @@ from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training.clock import Clock
 from megaflow_trainer.training.data import RunData, build_loader
 from megaflow_trainer.training.feed import Feed
-from megaflow_trainer.training.step import sum_losses
+from megaflow_trainer.training.step import add_pipeline, sum_losses, take_own
 
 
 @torch.no_grad()
 def evaluate(model: ParallelModel, data: RunData, config: TrainConfig, mesh: Mesh, clock: Clock) -> float:
-    """Mean validation loss in nats per token. Sends one all-reduce over the data-parallel group; `clock` is told that
-    the run gets on.
+    """Mean validation loss in nats per token. Sends one all-reduce over the ranks that read other tokens; `clock` is
+    told that the run gets on.
     """
     assert data.valid is not None, "asked only when there is a valid part"
     model.module.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with build_loader(data.valid, config, mesh) as loader:
         feed = Feed(loader, mesh.device, Clock(mesh.device), vocab_size=data.vocab_size, eod_id=data.eod_id)
-        for _ in range(config.eval.steps * config.step.sizes.num_micro_batches):
-            batch = feed.next()
-            clock.beat()
-            totals[0].add_(sum_losses(model, batch)[0])
-            totals[1].add_(batch.num_tokens)
-    sum_over(totals, mesh.dp_group)
+        count = config.step.sizes.num_micro_batches
+        for _ in range(config.eval.steps):
+            batches = [take_own(model, feed.next()) for _ in range(count)]
+            if model.pipeline is not None:
+                add_pipeline(totals, model.pipeline, batches, [None] * count)
+                clock.beat()
+                continue
+            for batch in batches:
+                totals[0].add_(sum_losses(model, batch)[0])
+                totals[1].add_(batch.num_tokens)
+                clock.beat()
+    sum_over(totals, mesh.loss_group)
     loss_sum, num_tokens = totals.tolist()
     return float(loss_sum / max(num_tokens, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megaflow import Loader
-from megaflow.errors import ConfigError, DataFormatError
+from megaflow.errors import ConfigError, DataFormatError, MegaflowError
 from megaflow_trainer.training.clock import H2D, HOST_WAIT, LOADER_BOUND, Clock
 
 
@@ -21,7 +22,7 @@ class DeviceBatch:
     tokens: Tensor  # int64 [b, s]
     labels: Tensor  # int64 [b, s]
     mask: Tensor | None  # float32 [b, s], 1 where the prediction counts; None: everywhere
-    num_tokens: int  # predictions that count
+    num_tokens: float  # predictions that count; of a sample that ranks share, this rank's part of them
     sample_ids: tuple[int, ...] = ()  # where its samples stand in the dataset
 
 
@@ -35,8 +36,23 @@ class HostBatch:
     sample_ids: tuple[int, ...] = field(default=())
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A batch on its way to a GPU, or why there is none."""
+
+    position: dict[str, Any]  # of the loader before it
+    batch: DeviceBatch | None = None
+    began: Any = None  # events of the copy
+    arrived: Any = None
+    error: MegaflowError | None = None
+
+
 class Feed:
-    """Takes batches from a loader to a device. With `eod_id`, predictions made at that token do not count."""
+    """Takes batches from a loader to a device. With `eod_id`, predictions made at that token do not count.
+
+    On a GPU one batch is copied ahead while the device computes (`prepare`). The position is that of the batches that
+    were handed out.
+    """
 
     def __init__(
         self, loader: Loader, device: torch.device, clock: Clock, *, vocab_size: int, eod_id: int | None
@@ -47,6 +63,34 @@ class Feed:
         self.vocab_size = vocab_size
         self.eod_id = eod_id
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ahead: _Ahead | None = None
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples of all ranks that were handed out."""
+        return int(self.state_dict()["consumed_samples"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's position behind the last batch that was handed out."""
+        return self.loader.state_dict() if self._ahead is None else self._ahead.position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position; a batch that was copied ahead is forgotten."""
+        self._ahead = None
+        self.loader.load_state_dict(state)
+
+    def prepare(self) -> None:
+        """Start copying the next batch, once the work on this one has been given to a GPU; else nothing.
+
+        What is wrong with that batch, the end of the data included, is raised when it is asked for.
+        """
+        if self.stream is None or self._ahead is not None:
+            return
+        position = self.loader.state_dict()
+        try:
+            self._ahead = self._copy(self.stream, position)
+        except MegaflowError as error:
+            self._ahead = _Ahead(position, error=error)
 
     def next(self) -> DeviceBatch:
         """The next micro-batch of this rank.
@@ -61,15 +105,23 @@ class Feed:
                 with self.clock.host(H2D):
                     return self._pack(host)
         earlier_work = self.clock.mark()
+        ahead = self._ahead or self._copy(self.stream, {})
+        self._ahead = None
+        if ahead.error is not None:
+            raise ahead.error
+        assert ahead.batch is not None, "it has a batch or an error"
+        self._hand_over(ahead.batch, ahead.arrived)
+        self.clock.count(LOADER_BOUND, earlier_work, ahead.arrived)
+        self.clock.count(H2D, ahead.began, ahead.arrived)
+        return ahead.batch
+
+    def _copy(self, stream: torch.cuda.Stream, position: dict[str, Any]) -> _Ahead:
+        """Start copying the next batch on a stream of its own."""
         host = self._read()
-        with torch.cuda.stream(self.stream):
-            began = self.clock.mark(self.stream)
+        with torch.cuda.stream(stream):
+            began = self.clock.mark(stream)
             batch = self._pack(host)
-        arrived = self.clock.mark(self.stream)
-        self._hand_over(batch, arrived)
-        self.clock.count(LOADER_BOUND, earlier_work, arrived)
-        self.clock.count(H2D, began, arrived)
-        return batch
+        return _Ahead(position, batch, began, self.clock.mark(stream))
 
     def _read(self) -> HostBatch:
         try:

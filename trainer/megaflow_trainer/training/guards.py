@@ -6,6 +6,7 @@ Loss and gradient norm are those of all ranks, so every rank judges alike, at th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from megaflow.errors import MegaflowError
@@ -104,17 +105,14 @@ class Guard:
 
     def _gather(self, result: StepResult) -> list[dict[str, Any]]:
         """The samples of all ranks with their losses and documents, the largest loss first, those not finite before."""
-        losses = [loss for part in result.report.sample_losses for loss in part.tolist()]
-        own = [
-            {
-                "sample": sample,
-                "rank": self.mesh.rank,
-                "loss": loss if math.isfinite(loss) else None,
-                "documents": self.documents.name(sample),
-            }
-            for sample, loss in zip(result.report.sample_ids, losses, strict=True)
+        pairs = [pair for part in result.report.sample_losses for pair in part.T.tolist()]
+        own = [(sample, self.mesh.rank, *pair) for sample, pair in zip(result.report.sample_ids, pairs, strict=True)]
+        found = [
+            {"sample": sample, "rank": rank, "loss": loss, "documents": self.documents.name(sample)}
+            for sample, rank, loss in join_shared(
+                row for rows in gather_objects(own, self.mesh.world_group) for row in rows
+            )
         ]
-        found = [item for rank in gather_objects(own, self.mesh.dp_group) for item in rank]
         return sorted(found, key=lambda item: (item["loss"] is not None, -(item["loss"] or 0.0), item["sample"]))
 
     def _describe(self, what: str, some: list[dict[str, Any]], other: str, every: list[dict[str, Any]]) -> str:
@@ -125,6 +123,26 @@ class Guard:
         ]
         rest = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
         return f"{what if some else other}: {'; '.join(names)}{rest}"
+
+
+def join_shared(rows: Iterable[tuple[int, int, float, float]]) -> list[tuple[int, int, float | None]]:
+    """One row a sample from those of the ranks that share it, each with its part of the losses.
+
+    Args:
+        rows: sample, rank, sum of losses, number of predictions.
+
+    Returns:
+        Sample, first rank that had it, mean loss; None for a loss that is not finite.
+    """
+    found: dict[int, tuple[int, float, float]] = {}
+    for sample, rank, loss, count in rows:
+        first, loss_before, count_before = found.get(sample, (rank, 0.0, 0.0))
+        found[sample] = (first, loss_before + loss, count_before + count)
+    joined: list[tuple[int, int, float | None]] = []
+    for sample, (rank, loss, count) in found.items():
+        mean = loss / max(count, 1.0)
+        joined.append((sample, rank, mean if math.isfinite(mean) else None))
+    return joined
 
 
 def _place(result: StepResult) -> dict[str, Any]:

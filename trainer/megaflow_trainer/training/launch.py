@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megaflow.errors import MegaflowError
 from megaflow_trainer.config.exit_codes import DIVERGED, FAULT, INTERRUPTED, OUT_OF_MEMORY, RANK_LOST
+from megaflow_trainer.config.layout import make_layout
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.mesh import Launch, build_mesh, choose_device, start_group
 from megaflow_trainer.training.faults import FaultBoard
@@ -32,7 +33,8 @@ def launch(config: TrainConfig, notes: Sequence[str], *, rank: int, world_size: 
     try:
         device, backend, device_notes = choose_device(own, config.parallel.backend)
         start_group(own, store, backend)
-        code = train(config, build_mesh(own, device, backend), [*notes, *device_notes])
+        layout = make_layout(config.parallel, world_size=world_size, num_kv_heads=config.model.kv_heads)
+        code = train(config, build_mesh(own, device, backend, layout), [*notes, *device_notes])
     except MegaflowError as error:
         peers.leave(is_well=False)
         board.report(str(error))

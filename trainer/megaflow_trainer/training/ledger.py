@@ -22,7 +22,9 @@ class StepResult:
     param_norm: float | None
     is_skipped: bool
     extras: dict[str, float]
-    """Losses that are logged apart, and what one micro-batch kept for backward where that is not plain."""
+    """Losses that are logged apart, what one micro-batch kept for backward where that is not plain, and the part of the
+    step in which this rank waited for other stages of a pipeline.
+    """
     report: StepReport
     step_s: float
     seconds: dict[str, float]
@@ -77,6 +79,8 @@ def _read(entry: _Entry) -> StepResult:
     extras = dict(zip(entry.names, others, strict=True))
     if report.saved is not None:
         extras |= {"saved_bytes": report.saved.num_bytes, "kept_bytes": report.saved.kept_bytes}
+    if report.spans is not None:
+        extras["pipeline_bubble"] = report.spans.idle
     return StepResult(
         step=entry.step,
         consumed_samples=entry.consumed,

@@ -40,7 +40,7 @@ def hold_folders(config: TrainConfig, mesh: Mesh, *, patience_s: float = PATIENC
                 if file is not None:
                     held.enter_context(file)
 
-        do_on_first(take, mesh.dp_group)
+        do_on_first(take, mesh.world_group)
         yield
 
 

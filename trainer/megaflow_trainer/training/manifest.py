@@ -61,7 +61,7 @@ def write_manifest(folder: Path, config: TrainConfig, mesh: Mesh, origin: Origin
         FileAccessError: on all ranks, if the folder cannot be written.
     """
     own = {"host": platform.node(), "device": describe_device(mesh.device), "process": os.getpid()}
-    ranks = gather_objects(own, mesh.dp_group)
+    ranks = gather_objects(own, mesh.world_group)
 
     def write() -> None:
         entry = describe_start(config, mesh, origin) | {"ranks": ranks}
@@ -76,7 +76,7 @@ def write_manifest(folder: Path, config: TrainConfig, mesh: Mesh, origin: Origin
                 f"{folder / MANIFEST}: cannot be written: {error.strerror}; choose another --run-dir"
             ) from None
 
-    do_on_first(write, mesh.dp_group)
+    do_on_first(write, mesh.world_group)
 
 
 def describe_start(config: TrainConfig, mesh: Mesh, origin: Origin) -> dict[str, Any]:

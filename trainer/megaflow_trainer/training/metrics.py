@@ -37,7 +37,7 @@ class MetricsLog:
         self.parts = {f"memory_{name}_bytes": size for name, size in list_parts(config, mesh.device).items()}
         self.results: list[StepResult] = []
         self.sinks: list[Sink] = []
-        do_on_first(self._open, mesh.dp_group)
+        do_on_first(self._open, mesh.world_group)
 
     def _open(self) -> None:
         self.sinks = open_sinks(self.config)
@@ -116,7 +116,7 @@ class MetricsLog:
     def _compare_ranks(self, means: Mapping[str, float]) -> dict[str, Any]:
         """Own work and loader-bound time of every rank; nothing for a single one."""
         own = (sum(means[f"{name}_s"] for name in OWN_WORK), means[f"{LOADER_BOUND}_s"])
-        every = gather_objects(own, self.mesh.dp_group)
+        every = gather_objects(own, self.mesh.world_group)
         if len(every) == 1:
             return {}
         return {
@@ -152,6 +152,8 @@ def format_line(values: Mapping[str, Any], num_steps: int) -> str:
     extras = "".join(
         f" | {name[:-5]} loss: {values[name]:.6E}" for name in values if re.fullmatch(r"mtp_\d+_loss", name)
     )
+    if "pipeline_bubble" in values:
+        extras += f" | pipeline bubble: {values['pipeline_bubble']:.1%}"
     if "kept_bytes" in values:
         extras += (
             f" | activations kept (MiB): {values['kept_bytes'] / 2**20:.1f} of {values['saved_bytes'] / 2**20:.1f}"

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaflow import Loader
 from megaflow.errors import CheckpointError
 from megaflow_trainer.checkpoint import store
 from megaflow_trainer.checkpoint.dcp import check_tensors, list_shapes, load_tensors
@@ -23,6 +22,7 @@ from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.collectives import do_on_first
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.seed import get_rng_state, seed_dropout, set_rng_state
+from megaflow_trainer.training.feed import Feed
 from megaflow_trainer.training.say import say
 from megaflow_trainer.training.schedule_state import describe_schedule, settle_schedule
 from megaflow_trainer.training.spikes import SpikeWatch
@@ -49,7 +49,7 @@ class TrainState:
 
     model: ParallelModel
     optimizer: Optimizer
-    loader: Loader
+    feed: Feed
     data_fingerprint: str
     spikes: SpikeWatch
 
@@ -57,11 +57,11 @@ class TrainState:
         """Every tensor to save: model/NAME, optimizer/STATE.NAME, rng/KIND.RANK; each rank has its own streams."""
         weights = {f"model/{name}": weight.data for name, weight in self.model.module.named_parameters()}
         states = {f"optimizer/{name}": value for name, value in self.optimizer.list_tensors().items()}
-        return {**weights, **states, **{f"rng/{n}.{mesh.dp_rank}": value for n, value in get_rng_state(mesh).items()}}
+        return {**weights, **states, **{f"rng/{n}.{mesh.rank}": value for n, value in get_rng_state(mesh).items()}}
 
     def describe(self, config: TrainConfig, mesh: Mesh) -> dict[str, Any]:
         """Everything else to save, as JSON."""
-        loader = self.loader.state_dict()
+        loader = self.feed.state_dict()
         return {
             "loader": loader,
             "consumed_samples": loader["consumed_samples"],
@@ -84,7 +84,7 @@ def resume_or_start(config: TrainConfig, state: TrainState, mesh: Mesh) -> Start
     seed_dropout(config.seed, mesh)
     if config.checkpoint.save is not None:
         save = Path(config.checkpoint.save)
-        do_on_first(lambda: store.prepare_folder(save), mesh.dp_group)
+        do_on_first(lambda: store.prepare_folder(save), mesh.world_group)
     found = choose_checkpoint(config.checkpoint, mesh)
     for line in found.passed_over:
         say(mesh, f" passed over {line}")
@@ -105,15 +105,15 @@ def choose_checkpoint(config: CheckpointConfig, mesh: Mesh) -> store.Found:
     """
     found = store.Found(None, ())
     if config.save is not None:
-        found = store.find_checkpoint(Path(config.save), CONTENTS, mesh.dp_group)
+        found = store.find_checkpoint(Path(config.save), CONTENTS, mesh.world_group)
     wants_load = config.load is not None and not config.is_finetune and not _is_same(config.load, config.save)
     if found.path is None and config.load is not None and wants_load:
-        if do_on_first(lambda: find_megatron(Path(str(config.load))), mesh.dp_group) is not None:
+        if do_on_first(lambda: find_megatron(Path(str(config.load))), mesh.world_group) is not None:
             raise CheckpointError(
                 f"--load {config.load}: a checkpoint of Megatron-Core, of which the weights can be taken: "
                 "give --finetune"
             )
-        found = store.find_checkpoint(Path(config.load), CONTENTS, mesh.dp_group)
+        found = store.find_checkpoint(Path(config.load), CONTENTS, mesh.world_group)
         if found.path is None:
             raise CheckpointError(f"--load {config.load}: no complete checkpoint there; drop the flag to start afresh")
     return found
@@ -159,12 +159,12 @@ def load_checkpoint(path: Path, config: TrainConfig, state: TrainState, mesh: Me
     check_tensors(path, _list_weights(state), saved=shapes, known="model/")
     streams = {}
     if config.checkpoint.loads_rng:
-        own = {name: value for name, value in get_rng_state(mesh).items() if f"rng/{name}.{mesh.dp_rank}" in shapes}
+        own = {name: value for name, value in get_rng_state(mesh).items() if f"rng/{name}.{mesh.rank}" in shapes}
         streams = {name: torch.empty_like(value) for name, value in own.items()}
-        targets |= {f"rng/{name}.{mesh.dp_rank}": value for name, value in streams.items()}
-    load_tensors(targets, path, mesh.dp_group)
+        targets |= {f"rng/{name}.{mesh.rank}": value for name, value in streams.items()}
+    load_tensors(targets, path, mesh.world_group)
     state.optimizer.copy_to_weights()
-    state.loader.load_state_dict(saved["loader"])
+    state.feed.load_state_dict(saved["loader"])
     if config.checkpoint.loads_optimizer and state.optimizer.scaler is not None and saved.get("loss_scale"):
         state.optimizer.scaler.load_state_dict(saved["loss_scale"])
     state.spikes.load_state_dict(saved.get("spikes"))

@@ -60,7 +60,7 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
 def loop(run: Run, saver: Saver | None, ending: Ending, deadline_s: float | None) -> int:
     """All steps that are left; returns the exit code."""
     config, mesh, clock = run.config, run.mesh, run.clock
-    consumed, ledger = run.state.loader.consumed_samples, Ledger(clock)
+    consumed, ledger = run.feed.consumed_samples, Ledger(clock)
     with (
         StopVote(mesh, deadline_s=deadline_s) as vote,
         MetricsLog(config, mesh) as log,
@@ -161,7 +161,7 @@ def open_saver(run: Run) -> Iterator[Saver | None]:
         yield None
         return
     keeping = Keeping(last=own.keep_last, every=own.keep_every)
-    with own_group(run.mesh.dp_group) as group:
+    with own_group(run.mesh.world_group) as group:
         saver = Saver(Path(own.save), group, keeping=keeping, is_async=own.is_async, on_progress=run.clock.beat)
         with saver:
             yield saver

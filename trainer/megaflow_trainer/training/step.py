@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,9 @@ from megaflow_trainer.optim.schedule import StepPlan
 from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.collectives import sum_over
 from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.pipeline import MicroBatch, Pipeline, StepSpans
 from megaflow_trainer.parallel.saved import SavedReport
+from megaflow_trainer.parallel.seed import number_samples
 from megaflow_trainer.training.clock import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER, Clock
 from megaflow_trainer.training.feed import DeviceBatch, Feed
 from megaflow_trainer.training.side_losses import SideLosses
@@ -34,9 +37,11 @@ class StepReport:
     side_losses: dict[str, Tensor] = field(default_factory=dict)
     saved: SavedReport | None = None
     sample_ids: list[int] = field(default_factory=list)
-    """This rank's samples, in the order of `sample_losses`."""
+    """This rank's samples, in the order of `sample_losses`; none on a rank that computes no losses."""
     sample_losses: list[Tensor] = field(default_factory=list)
-    """Mean loss of each of them, one tensor `[b]` a micro-batch."""
+    """Of each of them the sum of its losses and the number of predictions, one tensor `[2, b]` a micro-batch."""
+    spans: StepSpans | None = None
+    """When this rank computed, where the model is cut into stages."""
 
 
 def train_step(
@@ -54,19 +59,26 @@ def train_step(
 
     Each micro-batch adds the *sum* of its token losses; what is summed is divided by the number of tokens that count in
     the whole global batch, so that the result does not depend on how the batch is cut into ranks and micro-batches.
-    Sends two all-reduces over the data-parallel group: loss and count, and the gradients. With `has_norm` the report
-    holds the norm of the weights.
+    Sends an all-reduce of loss and count over all ranks that read other tokens, and what the gradients need. With
+    `has_norm` the report holds the norm of the weights.
     """
     with clock.phase(OPTIMIZER):
         model.module.train()
-        model.gradients.zero()
+        model.gradients.start(plan.num_micro_batches)
         totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # sum of losses, tokens that count
     report = StepReport(totals[0], totals[0], plan)
     lift, sides = _choose_lift(optimizer, config), SideLosses(mesh)
-    for _ in range(plan.num_micro_batches):
-        batch = feed.next()
+    if model.pipeline is not None:
+        batches = [take_own(model, feed.next()) for _ in range(plan.num_micro_batches)]
+        keys = [_number_samples(plan, number, mesh, config) for number in range(plan.num_micro_batches)]
+        with clock.phase(BACKWARD):  # forward too: stages do both in turn
+            add_pipeline(totals, model.pipeline, batches, keys, lift=lift, report=report)
+        report.spans = model.pipeline.spans
+        feed.prepare()
+    for number in range(0 if model.pipeline is not None else plan.num_micro_batches):
+        batch = take_own(model, feed.next())
         with clock.phase(FORWARD):
-            loss_sum, by_sample = sum_losses(model, batch)
+            loss_sum, by_sample = sum_losses(model, batch, _number_samples(plan, number, mesh, config))
             totals[0].add_(loss_sum.detach())
             totals[1].add_(batch.num_tokens)  # a scalar: a tensor made of it would wait for the device
             sides.add(model, batch)
@@ -74,8 +86,9 @@ def train_step(
             report.sample_losses.append(by_sample)
         with clock.phase(BACKWARD):
             (loss_sum if lift == 1 else loss_sum * lift).backward()
+        feed.prepare()
     with clock.phase(COMMUNICATION):
-        sum_over(totals, mesh.dp_group)
+        sum_over(totals, mesh.loss_group)
         model.gradients.reduce()
         report.side_losses = sides.reduce()
     with clock.phase(OPTIMIZER):
@@ -106,8 +119,9 @@ def _move(
     if found_inf is None and report.is_skipped:
         return
     factor = clip_factor(report.grad_norm, config.optim.clip_grad) / num_tokens
-    model.gradients.scale(factor.to(torch.promote_types(model.gradients.buffer.dtype, torch.float32)))
+    model.gradients.scale(factor)
     optimizer.step(report.plan.lr, report.plan.weight_decay, found_inf=found_inf)
+    model.gradients.share_weights()
 
 
 def _choose_lift(optimizer: Optimizer, config: TrainConfig) -> float:
@@ -119,12 +133,56 @@ def _choose_lift(optimizer: Optimizer, config: TrainConfig) -> float:
     return optimizer.scaler.scale / (config.step.sizes.micro_batch_size * config.data.seq_len)
 
 
-def sum_losses(model: ParallelModel, batch: DeviceBatch) -> tuple[Tensor, Tensor]:
-    """Sum of the token losses that count in a micro-batch of this rank, float32 scalar, and the mean of each sample,
-    `[b]`, which takes no part in backward.
+def sum_losses(model: ParallelModel, batch: DeviceBatch, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Sum of the token losses that count in a micro-batch of this rank, float32 scalar, and of each sample the sum and
+    the number of predictions, `[2, b]`, which takes no part in backward.
     """
-    losses = model(batch.tokens, batch.labels)  # [b, s]
-    if batch.mask is None:
-        return losses.sum(), losses.detach().mean(dim=1)
-    masked = losses * batch.mask
-    return masked.sum(), masked.detach().sum(dim=1) / batch.mask.sum(dim=1).clamp(min=1)
+    losses = model(batch.tokens, batch.labels, keys)  # [b, s]
+    mask = torch.ones_like(losses) if batch.mask is None else batch.mask
+    masked = losses if batch.mask is None else losses * mask
+    return masked.sum(), torch.stack([masked.detach().sum(dim=1), mask.sum(dim=1)])
+
+
+def take_own(model: ParallelModel, batch: DeviceBatch) -> DeviceBatch:
+    """This rank's tokens of a micro-batch, and its share of the predictions that count."""
+    if model.positions is None:
+        return batch
+    return DeviceBatch(
+        model.take_own(batch.tokens),
+        model.take_own(batch.labels),
+        None if batch.mask is None else model.take_own(batch.mask),
+        batch.num_tokens * len(model.positions) / batch.tokens.shape[1],
+        batch.sample_ids,
+    )
+
+
+def add_pipeline(
+    totals: Tensor,
+    pipeline: Pipeline,
+    batches: Sequence[DeviceBatch],
+    keys: Sequence[Tensor | None],
+    *,
+    lift: float = 1.0,
+    report: StepReport | None = None,
+) -> None:
+    """Run micro-batches through the stages, with backward if there is a report; the ranks that compute losses add
+    losses and tokens to `totals` and samples to the report.
+    """
+    given = [MicroBatch(batch.tokens, batch.labels, batch.mask, key) for batch, key in zip(batches, keys, strict=True)]
+    loss_sum = pipeline.run(given, lift=lift, is_training=report is not None)
+    if not pipeline.has_loss:
+        return
+    totals[0].add_(loss_sum)
+    totals[1].add_(sum(batch.num_tokens for batch in batches))
+    if report is not None:
+        report.sample_ids += [sample for batch in batches for sample in batch.sample_ids]
+        report.sample_losses += pipeline.sample_losses
+
+
+def _number_samples(plan: StepPlan, micro_batch: int, mesh: Mesh, config: TrainConfig) -> Tensor | None:
+    """Numbers from which the dropout of this rank's samples of a micro-batch follows; None without dropout."""
+    if not config.model.hidden_dropout:
+        return None
+    size = config.step.sizes.micro_batch_size
+    first = plan.first_sample + (micro_batch * mesh.dp_size + mesh.dp_rank) * size
+    return number_samples(config.seed, first, size, mesh)

@@ -65,11 +65,11 @@ class StopVote:
     def is_agreed(self, *, has_fault: bool = False) -> Stop:
         """Whether all ranks stop now, and why; every rank calls it once a step and gets the same answer."""
         own = self._find_reason(has_fault)
-        if self.mesh.dp_group is None:
+        if self.mesh.world_group is None:
             return own
         agreed = self._count()
         vote = torch.tensor([int(own)])
-        work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.mesh.dp_group, async_op=True)
+        work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.mesh.world_group, async_op=True)
         assert work is not None
         self._vote = (vote, work)
         return agreed

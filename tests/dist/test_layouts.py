@@ -1,0 +1,291 @@
+"""Every layout gives the losses, gradient norms and weights of one process; and the test notices when it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.layouts import EOD, KINDS, Case, find_difference, find_mesh, run_case
+from helpers.pairs import write_pair
+from helpers.ranks import RankPool
+from helpers.runs import one_rank, read_metrics, run_tiny
+from megaflow_trainer.config.layout import Layout
+from megaflow_trainer.parallel import context, data, tensor, vocabulary
+from megaflow_trainer.parallel.mesh import Mesh
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
+
+TP2, TP4 = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4"
+SP = "--sequence-parallel"
+ZERO1, ZERO2, ZERO3 = "--use-distributed-optimizer", "--zero-stage 2", "--zero-stage 3"
+SMALL = "--ddp-bucket-size 4000"
+HYBRID = "--num-distributed-optimizer-instances 2"
+PRECISION = {"losses": 2e-5, "norms": 1e-5, "weights": 1e-4}
+
+
+@cache
+def run_alone(case: Case) -> dict[str, Any]:
+    """The same training by one process."""
+    outcome = run_case(one_rank(), replace(case, flags="", num_ranks=1))
+    assert outcome is not None
+    return outcome
+
+
+def compare(pool: RankPool, case: Case) -> None:
+    outcomes = pool.run(run_case, case)[: case.num_ranks]
+    one = run_alone(replace(case, flags="", num_ranks=1, micro=2))
+    for outcome in outcomes:
+        difference = find_difference(one, outcome)
+        assert all(difference[name] <= largest for name, largest in PRECISION.items()), difference
+    held: dict[tuple[str, int, int], str] = {}
+    for outcome in outcomes:  # what two ranks hold of a weight is the same to the bit: replicas, copies, both ends
+        for place, digest in outcome["pieces"].items():
+            assert held.setdefault(place, digest) == digest, place
+    assert all(outcome["losses"] == outcomes[0]["losses"] for outcome in outcomes)
+    assert all(outcome["norms"] == outcomes[0]["norms"] for outcome in outcomes)
+
+
+def quick(*names: str) -> list[Any]:
+    """All kinds of models; those that are not named only where slow tests run."""
+    return [pytest.param(kind, marks=[] if kind in names else pytest.mark.slow) for kind in KINDS]
+
+
+@pytest.mark.parametrize("sequence", ["", SP], ids=["tp", "sp"])
+@pytest.mark.parametrize("kind", quick("gpt2", "llama", "multi_query", "qwen", "latent_queries", "further"))
+def test_tp2_equals_one_rank(eight_ranks: RankPool, kind: str, sequence: str) -> None:
+    compare(eight_ranks, Case(kind, f"{TP2} {sequence}", 2))
+
+
+@pytest.mark.parametrize("kind", ["llama", "multi_query", "gpt2", "latent"])
+def test_tp4_with_as_many_or_fewer_kv_heads_equals_one_rank(eight_ranks: RankPool, kind: str) -> None:
+    compare(eight_ranks, Case(kind, f"{TP4} {SP}", 4))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("vocab", [257, 50257])
+def test_a_vocabulary_that_tp_does_not_divide(eight_ranks: RankPool, kind: str, vocab: int) -> None:
+    compare(eight_ranks, Case(kind, TP2, 2, vocab=vocab))
+
+
+def test_a_rank_whose_rows_of_the_vocabulary_are_all_padding(eight_ranks: RankPool) -> None:
+    compare(eight_ranks, Case("gpt2", TP4, 4, vocab=257))
+
+
+@pytest.mark.parametrize("flags", ["", ZERO1, ZERO2, ZERO3], ids=["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("kind", quick("gpt2", "further"))
+@pytest.mark.parametrize("micro", [1, 4])
+def test_dp2_equals_one_rank(eight_ranks: RankPool, kind: str, flags: str, micro: int) -> None:
+    compare(eight_ranks, Case(kind, f"{flags} {SMALL}", 2, micro=micro))
+
+
+@pytest.mark.parametrize("flags", ["", ZERO1, ZERO2], ids=["zero0", "zero1", "zero2"])
+def test_dp2_without_overlap_and_without_masks_equals_one_rank(eight_ranks: RankPool, flags: str) -> None:
+    compare(eight_ranks, Case("gpt2", f"{flags} {SMALL} --no-overlap", 2, eod_id=None))
+
+
+@pytest.mark.parametrize("flags", [ZERO1, ZERO2, ZERO3], ids=["zero1", "zero2", "zero3"])
+def test_two_replicas_of_divided_states_equal_one_rank(eight_ranks: RankPool, flags: str) -> None:
+    compare(eight_ranks, Case("gpt2", f"{flags} {HYBRID} {SMALL}", 4, micro=1))
+
+
+@pytest.mark.parametrize("sequence", ["", SP], ids=["tp", "sp"])
+@pytest.mark.parametrize("flags", ["", ZERO1, ZERO2, ZERO3], ids=["zero0", "zero1", "zero2", "zero3"])
+def test_tp2_dp2_equals_one_rank(eight_ranks: RankPool, flags: str, sequence: str) -> None:
+    kind = "multi_query" if sequence else "gpt2"
+    compare(eight_ranks, Case(kind, f"{TP2} {sequence} {flags} {SMALL}", 4))
+
+
+@pytest.mark.parametrize("flags", ["--recompute-granularity full", "--recompute-activations"], ids=["full", "part"])
+@pytest.mark.parametrize("layout", [f"{TP2} {SP} {ZERO1}", f"{TP2} {ZERO3}"], ids=["zero1", "zero3"])
+def test_recompute_on_tp2_dp2_equals_one_rank(eight_ranks: RankPool, layout: str, flags: str) -> None:
+    compare(eight_ranks, Case("gpt2", f"{layout} {flags} {SMALL}", 4))
+
+
+PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
+SCHEDULES = {
+    "gpipe": "--pipeline-schedule gpipe",
+    "1f1b": "--pipeline-schedule 1f1b",
+    "interleaved": f"--pipeline-schedule interleaved {VIRTUAL}",
+    "zero_bubble": f"--pipeline-schedule zero_bubble {VIRTUAL}",
+    "zero_bubble_1": "--pipeline-schedule zero_bubble",
+    "zbv": "--pipeline-schedule zbv",
+}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pp2_equals_one_rank_by_every_schedule(eight_ranks: RankPool, schedule: str, kind: str) -> None:
+    compare(eight_ranks, Case(kind, f"{PP2} {SCHEDULES[schedule]}", 2))
+
+
+@pytest.mark.parametrize("micro", [1, 4, 8], ids=["8 micro-batches", "2", "1"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pp2_takes_any_number_of_micro_batches(eight_ranks: RankPool, schedule: str, micro: int) -> None:
+    compare(eight_ranks, Case("gpt2", f"{PP2} {SCHEDULES[schedule]} {SMALL}", 2, micro=micro))
+
+
+@pytest.mark.parametrize("kind", quick("multi_query", "further"))
+def test_pp2_of_every_kind_of_ends_equals_one_rank(eight_ranks: RankPool, kind: str) -> None:
+    compare(eight_ranks, Case(kind, PP2, 2))
+
+
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-layout Et|tt|t|L"], ids=["even", "by_hand"])
+def test_pp4_equals_one_rank(eight_ranks: RankPool, layout: str) -> None:
+    compare(eight_ranks, Case("gpt2", f"{PP4} {layout}", 4))
+
+
+@pytest.mark.parametrize("flags", ["", ZERO1, ZERO2], ids=["zero0", "zero1", "zero2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_pp2_dp2_with_tied_ends_equals_one_rank(eight_ranks: RankPool, flags: str, schedule: str) -> None:
+    compare(eight_ranks, Case("gpt2", f"{PP2} {SCHEDULES[schedule]} {flags} {SMALL}", 4))
+
+
+@pytest.mark.parametrize("flags", ["", SP, f"{SP} --recompute-granularity full"], ids=["tp", "sp", "recompute"])
+def test_tp2_pp2_equals_one_rank(eight_ranks: RankPool, flags: str) -> None:
+    compare(eight_ranks, Case("gpt2", f"{TP2} {PP2} {flags}", 4))
+
+
+def test_tp2_pp2_dp2_equals_one_rank(eight_ranks: RankPool) -> None:
+    compare(eight_ranks, Case("gpt2", f"{TP2} {SP} {PP2} {ZERO1} {SMALL}", 8))
+
+
+def train_whole(pool_mesh: Mesh, layout: Layout, prefix: str, flags: list[str]) -> int | None:
+    mesh = find_mesh(pool_mesh, layout)
+    return run_tiny(prefix, flags, mesh) if pool_mesh.rank < layout.size else None
+
+
+CP2, CP4 = "--context-parallel-size 2", "--context-parallel-size 4"
+CP_KINDS = {name: f"--cp-comm-type {name}" for name in ("p2p", "all_gather", "a2a")}
+
+
+@pytest.mark.parametrize("kind", [param for param in quick("gpt2", "multi_query") if "further" not in param.values[0]])
+@pytest.mark.parametrize("comm", CP_KINDS)
+def test_cp2_equals_one_rank(eight_ranks: RankPool, comm: str, kind: str) -> None:
+    compare(eight_ranks, Case(kind, f"{CP2} {CP_KINDS[comm]}", 2))
+
+
+@pytest.mark.parametrize("comm", CP_KINDS)
+def test_cp4_equals_one_rank(eight_ranks: RankPool, comm: str) -> None:
+    compare(eight_ranks, Case("window" if comm == "p2p" else "llama", f"{CP4} {CP_KINDS[comm]}", 4))
+
+
+@pytest.mark.parametrize("flags", ["", ZERO1, ZERO2, ZERO3], ids=["zero0", "zero1", "zero2", "zero3"])
+def test_cp2_dp2_equals_one_rank(eight_ranks: RankPool, flags: str) -> None:
+    compare(eight_ranks, Case("gpt2", f"{CP2} {flags} {SMALL}", 4))
+
+
+@pytest.mark.parametrize("comm", CP_KINDS)
+def test_cp2_tp2_equals_one_rank(eight_ranks: RankPool, comm: str) -> None:
+    compare(eight_ranks, Case("gpt2", f"{CP2} {CP_KINDS[comm]} {TP2} {SP}", 4))
+
+
+def test_cp2_pp2_equals_one_rank(eight_ranks: RankPool) -> None:
+    compare(eight_ranks, Case("gpt2", f"{CP2} {PP2}", 4))
+
+
+@pytest.mark.parametrize("layout", [f"{TP2} {SP} {CP2}", f"{PP2} {CP2}"], ids=["tp2.cp2.dp2", "pp2.cp2.dp2"])
+def test_triples_equal_one_rank(eight_ranks: RankPool, layout: str) -> None:
+    compare(eight_ranks, Case("gpt2", f"{layout} {ZERO1} {SMALL}", 8))
+
+
+@pytest.mark.parametrize("layout", [f"{PP2} {ZERO1}", f"{TP2} {SP} {ZERO2}"], ids=["pp2_zero1", "tp2_zero2"])
+def test_activations_are_compressed_on_every_layout(eight_ranks: RankPool, layout: str) -> None:
+    case = Case("gpt2", f"{layout} {SMALL}", 4, micro=4, common="--compress-activations fp8 --hidden-size 64")
+    exact = run_alone(replace(case, flags="", num_ranks=1, common="--hidden-size 64"))
+    found = eight_ranks.run(run_case, case)[0]
+    difference = find_difference(exact, found)
+    assert 1e-5 < difference["norms"] < 5e-2
+    assert difference["losses"] < 1e-2
+
+
+@pytest.mark.parametrize("layout", [f"{TP2} {SP} {ZERO1}", f"{TP2} {PP2}", f"{CP2} {ZERO2}", f"{TP2} {ZERO3}"])
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 256"], ids=["bf16", "fp16"])
+def test_16_bits_stay_close_to_one_rank(eight_ranks: RankPool, precision: str, layout: str) -> None:
+    case = Case("multi_query", f"{layout} {SMALL}", 4, common=precision)
+    one = run_alone(replace(case, flags="", num_ranks=1))
+    for found in eight_ranks.run(run_case, case)[:4]:
+        difference = find_difference(one, found)
+        assert difference["losses"] <= 5e-3, difference
+        assert difference["norms"] <= 5e-2, difference
+
+
+WHOLE = {
+    f"{TP2} {SP} {ZERO1}": Layout(tp=2, dp_shard=2),
+    PP2: Layout(pp=2, dp_replicate=2),
+    f"{PP2} {SCHEDULES['zbv']} {ZERO1}": Layout(pp=2, dp_shard=2),
+    f"{PP2} {SCHEDULES['interleaved']}": Layout(pp=2),
+    CP2: Layout(cp=2),
+    ZERO3: Layout(dp_shard=2),
+}
+
+
+@pytest.mark.parametrize("layout", WHOLE, ids=["tp2_zero1", "pp2", "zbv", "interleaved", "cp2", "zero3"])
+def test_a_whole_run_with_validation_equals_one_rank(eight_ranks: RankPool, tmp_path: Path, layout: str) -> None:
+    ranks = WHOLE[layout]
+    prefix = write_pair(tmp_path / "toy")
+    flags = (
+        "--num-layers 4 --train-iters 4 --global-batch-size 8 --micro-batch-size 2 --split 80,20,0 --eval-interval 2 "
+        "--eval-iters 2"
+    )
+    run_tiny(prefix, [*flags.split(), "--run-dir", str(tmp_path / "one")])
+    words = [*flags.split(), *layout.split(), "--run-dir", str(tmp_path / "two")]
+    assert eight_ranks.run(train_whole, ranks, prefix, words)[: ranks.size] == [0] * ranks.size
+    for key in ("lm_loss", "valid_loss"):
+        one, two = (read_metrics(tmp_path / name, key) for name in ("one", "two"))
+        assert [line[key] for line in two] == pytest.approx([line[key] for line in one], abs=2e-5)
+        assert len(one) > 0
+    bubbles = [line["pipeline_bubble"] for line in read_metrics(tmp_path / "two") if "pipeline_bubble" in line]
+    assert len(bubbles) == (4 if PP2 in layout else 0)
+    assert all(0 < bubble < 1 for bubble in bubbles)
+
+
+def run_broken(mesh: Mesh, case: Case, where: str) -> dict[str, Any] | None:
+    """The run with one collective removed."""
+    owner, name, without = REMOVED[where]
+    keep = getattr(owner, name)
+    setattr(owner, name, without)
+    try:
+        return run_case(mesh, case)
+    finally:
+        setattr(owner, name, keep)
+
+
+REMOVED: dict[str, tuple[Any, str, Any]] = {
+    "entry of a pair": (tensor, "copy_into", lambda x, group: x),
+    "exit of a pair": (tensor, "sum_from", lambda x, group: x),
+    "entry of the loss": (vocabulary, "copy_into", lambda x, group: x),
+    "terms of copied weights": (data, "add_terms", lambda views: None),
+    "copies of the embedding": (data, "add_terms", lambda views: None),
+    "squares of the norm": (data, "sum_over", lambda x, group: None),
+    "keys of other ranks": (context, "_start_ring", lambda parts, ranks: lambda: parts),
+}
+BROKEN = {
+    "entry of a pair": Case("gpt2", TP2, 2),
+    "exit of a pair": Case("gpt2", TP2, 2),
+    "entry of the loss": Case("gpt2", TP2, 2),
+    "terms of copied weights": Case("gpt2", f"{TP2} {SP}", 2),
+    "squares of the norm": Case("gpt2", TP2, 2),
+    "copies of the embedding": Case("gpt2", PP2, 2),
+    "keys of other ranks": Case("gpt2", CP2, 2),
+}
+
+
+@pytest.mark.parametrize("where", BROKEN)
+def test_a_removed_collective_is_noticed(eight_ranks: RankPool, where: str) -> None:
+    case = BROKEN[where]
+    found = eight_ranks.run(run_broken, case, where)[0]
+    difference = find_difference(run_alone(replace(case, flags="", num_ranks=1)), found)
+    assert any(difference[name] > 10 * largest for name, largest in PRECISION.items()), difference
+    assert case.eod_id == EOD
+
+
+@pytest.mark.parametrize("kind", ["multi_query", "qwen", "latent"])
+def test_removed_terms_of_heads_are_noticed(eight_ranks: RankPool, kind: str) -> None:
+    case = Case(kind, TP2, 2)
+    found = eight_ranks.run(run_broken, case, "terms of copied weights")[0]
+    assert find_difference(run_alone(replace(case, flags="", num_ranks=1)), found)["weights"] > 1e-3

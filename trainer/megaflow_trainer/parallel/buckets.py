@@ -1,0 +1,185 @@
+"""Flat buffers: where each weight's gradient lies, what a rank steps of it and what it answers for.
+
+Weights are laid out last one first, the order of backward, in buckets that are sent at once. Under ZeRO every bucket is
+cut into equal parts, one a rank; a part begins and ends anywhere in a weight, so that the optimizer sees runs of
+flattened weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.shards import GradientSum, Shard, ShardMap
+
+_LINE = 4096  # elements of a gradient whose norm is taken at once
+_ALIGNMENT = 32  # elements: each weight starts on a 128-byte line
+
+
+@dataclass(frozen=True, slots=True)
+class MainParameter:
+    """A weight as the optimizer sees it on this rank: whole, or the run of it that this rank steps, flat.
+
+    Args:
+        name: of the model's parameter.
+        weight: what is stepped.
+        main_grad: its gradient, of the same shape.
+        is_matrix: whether the whole weight has more than one dim.
+        start: first element of the run in the flattened weight.
+    """
+
+    name: str
+    weight: Tensor
+    main_grad: Tensor
+    is_matrix: bool = True
+    start: int = 0
+
+
+@dataclass(slots=True)
+class Slot:
+    """A weight's place in a bucket."""
+
+    name: str
+    weight: nn.Parameter
+    start: int
+    shard: Shard
+    sums: tuple[GradientSum, ...]
+    missing: int = 0
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The weight's part of a bucket's buffer."""
+        return flat[self.start : self.start + self.weight.numel()].view_as(self.weight)
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Neighbouring gradients that travel at once.
+
+    Args:
+        slots: the weights, in the order of backward.
+        size: elements of the buffer, the same on every rank of a group.
+        own: the run of it that this rank reduces and steps.
+    """
+
+    slots: list[Slot]
+    size: int
+    own: slice
+    is_late: bool
+    waiting: int = 0
+    full: Tensor | None = None
+    kept: Tensor = field(default_factory=lambda: torch.empty(0))
+    weights: Tensor | None = None
+    received: Tensor | None = None
+    handle: Any = None
+
+
+def sum_squares(runs: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Sum of the squares of all elements, a float64 scalar: norms of lines in fp32 (fp64 in fp64), added in fp64.
+
+    One fp32 sum over millions of elements would be off by 1e-5 on a CPU, as far as two layouts may be apart.
+    """
+    norms = []
+    for run in runs:
+        flat, wide = run.flatten(), torch.promote_types(run.dtype, torch.float32)
+        length = flat.numel() // _LINE * _LINE
+        pieces = (flat[:length].view(-1, _LINE), flat[length:].view(1, -1))
+        norms += [torch.linalg.vector_norm(lines, dim=1, dtype=wide) for lines in pieces if lines.numel()]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.cat(norms).to(torch.float64).square().sum()
+
+
+def make_buckets(
+    named: Sequence[tuple[str, nn.Parameter]], parts: ShardMap, bucket_size: int, divisor: int, own: int
+) -> list[Bucket]:
+    """Cut the weights, last one first, into buckets of about `bucket_size` elements.
+
+    Sizes are those of full weights, so that ranks that hold unequal parts cut at the same weights. A weight with terms
+    on other stages of the pipeline has a bucket of its own, at the end.
+    """
+    runs: list[list[Slot]] = [[]]
+    late: list[list[Slot]] = []
+    num_full = 0
+    for name, weight in reversed(named):
+        slot = Slot(name, weight, 0, parts.shards[name], parts.sums.get(name, ()))
+        if any(term.is_late for term in slot.sums):
+            late.append([slot])
+            continue
+        if runs[-1] and num_full + torch.Size(slot.shard.shape).numel() > bucket_size:
+            runs.append([])
+            num_full = 0
+        runs[-1].append(slot)
+        num_full += torch.Size(slot.shard.shape).numel()
+    return [_make_bucket(slots, divisor, own) for slots in [*runs, *late] if slots]
+
+
+def _make_bucket(slots: list[Slot], divisor: int, own: int) -> Bucket:
+    size = 0
+    for slot in slots:
+        slot.start = size
+        size += -(-slot.weight.numel() // _ALIGNMENT) * _ALIGNMENT
+    length = -(-size // (divisor * _ALIGNMENT)) * _ALIGNMENT
+    is_late = any(term.is_late for slot in slots for term in slot.sums)
+    return Bucket(slots, length * divisor, slice(own * length, (own + 1) * length), is_late)
+
+
+def expose(bucket: Bucket, slot: Slot) -> MainParameter | None:
+    """What this rank steps of a weight: all of it, the run inside its part of the bucket, or nothing."""
+    is_matrix = slot.weight.dim() > 1
+    if bucket.weights is None:
+        assert bucket.full is not None
+        return MainParameter(slot.name, slot.weight, slot.view(bucket.full), is_matrix)
+    first = max(slot.start, bucket.own.start)
+    last = min(slot.start + slot.weight.numel(), bucket.own.stop)
+    if first >= last:
+        return None
+    grad = bucket.kept[first - bucket.own.start : last - bucket.own.start]
+    return MainParameter(slot.name, bucket.weights[first:last], grad, is_matrix, first - slot.start)
+
+
+def add_terms(views: Iterable[tuple[Tensor, tuple[GradientSum, ...]]]) -> None:
+    """Add the terms of gradients that other ranks hold: one all-reduce a group."""
+    found: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for view, sums in views:
+        for term in sums:
+            found.setdefault(term.group, []).append(view.narrow(term.dim, term.start, term.length))
+    for group, terms in found.items():
+        flat = torch.cat([own.flatten() for own in terms])
+        dist.all_reduce(flat, group=group)
+        for own, total in zip(terms, flat.split([own.numel() for own in terms]), strict=True):
+            own.copy_(total.view_as(own))
+
+
+def find_owned(buckets: Sequence[Bucket], mesh: Mesh) -> Iterable[Tensor]:
+    """Runs of the kept gradients that this rank answers for; none where another rank has the same."""
+    is_divided = buckets[0].weights is not None and mesh.shard_group is not None
+    is_answering = mesh.dp_rank < mesh.layout.dp_shard if is_divided else mesh.is_replica_first
+    for bucket in buckets if is_answering else ():
+        if all(slot.shard.is_owned for slot in bucket.slots):
+            yield bucket.kept
+            continue
+        for slot in bucket.slots:
+            yield from _find_owned_runs(bucket, slot)
+
+
+def _find_owned_runs(bucket: Bucket, slot: Slot) -> Iterable[Tensor]:
+    """A weight's owned pieces inside this rank's part of the bucket; pieces along rows are runs of the buffer."""
+    pieces, start = slot.shard.pieces, slot.start
+    if slot.shard.is_owned:
+        lengths = [slot.weight.numel()]
+    else:
+        assert slot.shard.dim == 0, "only copied rows have owners"
+        width = slot.weight.numel() // max(slot.weight.shape[0], 1)
+        lengths = [piece.length * width for piece in pieces]
+    owned = [True] if slot.shard.is_owned else [piece.is_owned for piece in pieces]
+    for length, is_owned in zip(lengths, owned, strict=True):
+        first, last = max(start, bucket.own.start), min(start + length, bucket.own.stop)
+        if is_owned and first < last:
+            yield bucket.kept[first - bucket.own.start : last - bucket.own.start]
+        start += length

@@ -1,0 +1,146 @@
+"""ZeRO 3: weights are divided too, by torch's FSDP2; optionally only inside each of several replicas.
+
+Every block is a unit, and what is left of the model another one. A unit's weights lie divided along their first dim;
+they are all-gathered before the unit's forward and again before its backward, the next unit's while this one computes,
+and its gradients are reduce-scattered as soon as its backward is done. With replicas, parts of gradients are then
+all-reduced among the ranks that have the same one.
+
+Weights are kept in fp32 and cast to the compute dtype when they are gathered, so that they are their own masters;
+gradients are reduced and accumulated in the main gradient's dtype, as sums: dividing by tokens is left to the step.
+
+Bytes a step, micro-batch and weight (n ranks): all-gather 2 (n-1)/n x the compute dtype's, reduce-scatter (n-1)/n x 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from megaflow_trainer.model.gpt import GPT, Block
+from megaflow_trainer.parallel.buckets import MainParameter, add_terms, sum_squares
+from megaflow_trainer.parallel.collectives import sum_over
+from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.shards import GradientSum, Shard, ShardMap
+
+
+def divide_weights(model: GPT, mesh: Mesh, *, compute_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    """Divide the weights of a model among the shard ranks of `mesh`, of which there are several."""
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=grad_dtype)
+    ranks = make_fsdp_mesh(mesh)
+    units = [module for module in model.modules() if isinstance(module, Block)]
+    for unit in (*units, model):
+        fully_shard(unit, mesh=ranks, mp_policy=policy)
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def make_fsdp_mesh(mesh: Mesh) -> DeviceMesh:
+    """Replicas and shards (data and context) of this rank's part of the model, over the groups that there are."""
+    layout = mesh.layout
+    ranks = torch.tensor(layout.peers(mesh.rank, ("dp_replicate", "dp_shard", "cp"))) + mesh.base
+    assert mesh.shard_group is not None, "weights are divided among several ranks"
+    if mesh.replicate_group is None:
+        return DeviceMesh.from_group(mesh.shard_group, mesh.device.type, mesh=ranks, mesh_dim_names=("shard",))
+    groups = [mesh.replicate_group, mesh.shard_group]
+    table = ranks.view(layout.dp_replicate, -1)
+    return DeviceMesh.from_group(groups, mesh.device.type, mesh=table, mesh_dim_names=("replicate", "shard"))
+
+
+class DividedGradients:
+    """The gradients of a model whose weights are divided; the interface of `MainGradients`."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, parts: ShardMap) -> None:
+        self.mesh, self.parts = mesh, parts
+        self.parameters: list[MainParameter] = []
+        self.rows: dict[str, range] = {}
+        for name, weight in model.named_parameters():
+            assert isinstance(weight, DTensor)
+            weight.grad = torch.zeros_like(weight)  # backward adds to it in place
+            assert isinstance(weight.grad, DTensor)
+            self.rows[name] = find_rows(weight)
+            local = weight.to_local().detach()
+            self.parameters.append(MainParameter(name, local, weight.grad.to_local(), weight.dim() > 1))
+        self.dtype = self.parameters[0].main_grad.dtype
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """The gradients of this rank's parts."""
+        return [main.main_grad for main in self.parameters]
+
+    def start(self, num_micro_batches: int = 1) -> None:
+        """Forget the last step."""
+        torch._foreach_zero_(self.kept)
+
+    def reduce(self) -> None:
+        """Add terms of gradients on other ranks; sums over samples are complete after backward."""
+        add_terms((main.main_grad, tuple(self._find_terms(main))) for main in self.parameters)
+
+    def _find_terms(self, main: MainParameter) -> Iterator[GradientSum]:
+        rows = self.rows[main.name]
+        for term in self.parts.sums.get(main.name, ()):
+            assert term.dim == 0, "weights are divided along their first dim"
+            own = intersect(rows, term.start, term.length)
+            yield GradientSum(term.group, 0, own.start - rows.start, len(own), term.is_late)
+
+    def norm(self) -> Tensor:
+        """Global 2-norm, fp32 scalar on the device (fp64 in fp64). Every element of the model is counted once."""
+        return self._measure({main.name: main.main_grad for main in self.parameters})
+
+    def measure_weights(self) -> Tensor:
+        """2-norm of the weights, as `norm` is of the gradients."""
+        return self._measure({main.name: main.weight for main in self.parameters})
+
+    def _measure(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        is_answering = self.mesh.dp_rank < self.mesh.layout.dp_shard
+        square = sum_squares(self._find_owned(tensors) if is_answering else (), self.mesh.device)
+        sum_over(square, self.mesh.world_group)
+        return square.sqrt().to(torch.promote_types(self.dtype, torch.float32))
+
+    def _find_owned(self, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:
+        for name, tensor in tensors.items():
+            shard, rows = self.parts.shards[name], self.rows[name]
+            for own in find_owned_rows(shard, rows):
+                yield tensor[own.start - rows.start : own.stop - rows.start]
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply every gradient by a scalar."""
+        torch._foreach_mul_(self.kept, factor.to(self.dtype))
+
+    def share_weights(self) -> None:
+        """Nothing: weights are gathered when they are needed."""
+
+    def receive_weights(self) -> None:
+        """Nothing to wait for."""
+
+
+def find_rows(weight: DTensor) -> range:
+    """This rank's rows of a divided weight; the first ranks hold equal numbers, the last ones fewer or none."""
+    size = weight.device_mesh.size(-1)
+    length = -(-weight.shape[0] // size)
+    first = min(weight.device_mesh.get_local_rank(weight.device_mesh.ndim - 1) * length, weight.shape[0])
+    return range(first, min(first + length, weight.shape[0]))
+
+
+def intersect(rows: range, start: int, length: int) -> range:
+    """The rows that are also among `length` from `start` on; empty ranges begin inside `rows`."""
+    first = min(max(rows.start, start), rows.stop)
+    return range(first, max(first, min(rows.stop, start + length)))
+
+
+def find_owned_rows(shard: Shard, rows: range) -> Iterator[range]:
+    """Of this rank's rows of a tensor-parallel part, those that it answers for."""
+    if shard.is_owned:
+        yield rows
+        return
+    assert shard.dim == 0, "only copied rows have owners"
+    start = 0
+    for piece in shard.pieces:
+        if piece.is_owned:
+            yield intersect(rows, start, piece.length)
+        start += piece.length

@@ -1,0 +1,272 @@
+"""Tensor parallelism, and sequence parallelism with it: the ranks of a group share every layer.
+
+Maths. A pair of matrices A, then B, with anything per channel between them: each rank has some columns of the result of
+A (rows of its weight, [out, in]) and the matching inputs of B. What the ranks' B give are terms of a sum. Attention is
+such a pair with whole heads, the MLP with channels of its inner width, the embedding and the output projection with
+tokens of the vocabulary.
+
+Communication. Between the pairs activations are the same on every rank. Entering a pair costs nothing forward and one
+all-reduce backward; leaving it one all-reduce forward and nothing backward: 2 all-reduces of [b, s, h] a block and
+direction. With sequence parallelism tokens are divided between the pairs, where norms, dropouts and residual sums work
+token by token: entering is an all-gather (backward a reduce-scatter), leaving a reduce-scatter (backward an
+all-gather). The same bytes travel, and a rank keeps 1/tp of those activations.
+
+Gradients. A weight that is cut has its own gradient. A weight that is copied has the whole gradient on every rank, with
+two exceptions whose terms are added after backward (`sums`): weights that are used by some of the heads only (norms of
+queries, keys and latent vectors; key and value heads that several ranks share), and, with sequence parallelism,
+everything between the pairs.
+
+Latent attention enters behind its narrow projections: the latent vectors travel instead of the hidden states.
+
+Legend: b micro-batch, s sequence, h hidden, tp ranks of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megaflow_trainer.config.layout import split_vocab
+from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model.attention import Attention, LatentAttention
+from megaflow_trainer.model.context import Context, Dropout
+from megaflow_trainer.model.gpt import GPT, Absent
+from megaflow_trainer.parallel.collectives import copy_into, gather_tokens, scatter_sums, sum_from
+from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.shards import GradientSum, Piece, Shard, ShardMap, run, whole
+from megaflow_trainer.parallel.vocabulary import VocabularyLoss
+
+
+@dataclass(slots=True)
+class TensorRanks:
+    """The group that shares a model, and what has been done to it so far."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    is_sequence: bool
+    config: ModelConfig
+    kv_group: dist.ProcessGroup | None
+    shards: dict[str, Shard] = field(default_factory=dict)
+    sums: dict[str, tuple[GradientSum, ...]] = field(default_factory=dict)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """From between the pairs into one: `[b, s, h]` whichever way tokens lie outside."""
+        return gather_tokens(x, self.group) if self.is_sequence else copy_into(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """From inside a pair, where `x` is a term of a sum, to between the pairs."""
+        return scatter_sums(x, self.group) if self.is_sequence else sum_from(x, self.group)
+
+    def own_tokens(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's run of what is given for all tokens along `dim`."""
+        length = x.shape[dim] // self.size
+        return x.narrow(dim, self.rank * length, length) if self.is_sequence else x
+
+    @property
+    def own_vocabulary(self) -> range:
+        """This rank's rows of the embedding and of the output projection."""
+        return split_vocab(self.config.vocab_rows, self.size, multiple=self.config.vocab_multiple)[self.rank]
+
+    def even(self, total: int) -> range:
+        """This rank's part of rows that are cut evenly."""
+        return range(self.rank * total // self.size, (self.rank + 1) * total // self.size)
+
+
+Style = Callable[[nn.Module, str, TensorRanks], None]
+
+
+def shard_tensor(model: GPT, mesh: Mesh, *, is_sequence: bool) -> ShardMap:
+    """Cut a model, whose weights need have no memory yet, into this rank's part, and let its ranks work together.
+
+    Only parts of the plan that the model has are touched (a pipeline stage has some of them).
+    """
+    if mesh.tp_group is None:
+        return ShardMap.of(model)
+    ranks = TensorRanks(mesh.tp_group, mesh.tp_rank, mesh.tp_size, is_sequence, model.config, mesh.kv_group)
+    for name, module in model.named_modules():
+        for pattern, style in PLAN:
+            if fnmatch(name, pattern) and not isinstance(module, Absent):
+                style(module, name, ranks)
+    for name, weight in model.named_parameters():
+        ranks.shards.setdefault(name, whole(weight.shape, is_owned=ranks.rank == 0))
+        if is_sequence and name not in ranks.sums and is_copied(ranks.shards[name]):
+            ranks.sums[name] = (whole_sum(weight, ranks.group),)
+    return ShardMap(ranks.shards, ranks.sums)
+
+
+def is_copied(shard: Shard) -> bool:
+    """Whether every rank holds the whole weight."""
+    return shard.local_shape == shard.shape
+
+
+def whole_sum(weight: Tensor, group: dist.ProcessGroup) -> GradientSum:
+    """The whole gradient is a term."""
+    return GradientSum(group, 0, 0, weight.shape[0])
+
+
+def cut(module: nn.Module, name: str, key: str, shard: Shard, ranks: TensorRanks) -> None:
+    """Replace a weight by memory for this rank's part of it."""
+    weight = getattr(module, key)
+    ranks.shards[f"{name}.{key}"] = shard
+    setattr(module, key, nn.Parameter(torch.empty(shard.local_shape, dtype=weight.dtype, device=weight.device)))
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    """Let a module compute something else, inside of what wraps it later (recompute, ZeRO 3)."""
+    module.forward = forward
+
+
+def enter_before(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """The module's input comes from between the pairs."""
+    forward = module.forward
+    set_forward(module, lambda x, *rest: forward(ranks.enter(x), *rest))
+
+
+def enter_before_plain(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """Attention with a projection straight to all heads is entered before it; latent attention further inside."""
+    if isinstance(module, Attention):
+        enter_before(module, name, ranks)
+    elif isinstance(module, LatentAttention):
+        module.num_heads //= ranks.size
+        if module.q_down is None:
+            enter_before(module.q_up, f"{name}.q_up", ranks)
+
+
+def enter_behind(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """The module works between the pairs, and its output goes into one."""
+    forward = module.forward
+    set_forward(module, lambda x: ranks.enter(forward(x)))
+
+
+def cut_columns(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """A linear layer of which this rank computes some outputs."""
+    assert isinstance(module, nn.Linear)
+    for key, weight in module.named_parameters():
+        cut(module, name, key, run(weight.shape, 0, ranks.even(weight.shape[0])), ranks)
+    module.out_features //= ranks.size
+
+
+def cut_rows(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """A linear layer of which this rank has some inputs; the bias is added once, after the sum."""
+    assert type(module) is nn.Linear, "another kind of linear layer has to say how to leave out its bias"
+    cut(module, name, "weight", run(module.weight.shape, 1, ranks.even(module.in_features)), ranks)
+    module.in_features //= ranks.size
+
+    def forward(x: Tensor) -> Tensor:
+        y = ranks.leave(F.linear(x, module.weight))
+        return y if module.bias is None else y + module.bias
+
+    set_forward(module, forward)
+
+
+def cut_heads(module: nn.Module, name: str, ranks: TensorRanks) -> int:
+    """The projection to queries, keys and values; returns how many key/value heads this rank has.
+
+    With fewer of them than ranks, neighbours hold the same one and add their gradients of it.
+    """
+    assert isinstance(module, nn.Linear)
+    num_heads, num_kv, head_dim = ranks.config.num_heads, ranks.config.kv_heads, ranks.config.head_width
+    own = max(num_kv // ranks.size, 1)
+    sharers = max(ranks.size // num_kv, 1)
+    first = ranks.rank * num_kv // ranks.size
+    queries, is_owned = ranks.even(num_heads * head_dim), ranks.rank % sharers == 0
+    starts = [num_heads * head_dim + (block * num_kv + first) * head_dim for block in range(2)]
+    pieces = [Piece(queries.start, len(queries)), *(Piece(start, own * head_dim, is_owned) for start in starts)]
+    for key, weight in list(module.named_parameters()):
+        cut(module, name, key, Shard(tuple(weight.shape), 0, tuple(pieces)), ranks)
+    if sharers > 1:
+        assert ranks.kv_group is not None, "the mesh is laid out for this model"
+        shared = GradientSum(ranks.kv_group, 0, len(queries), 2 * own * head_dim)
+        ranks.sums |= {f"{name}.{key}": (shared,) for key, _ in module.named_parameters()}
+    module.out_features = len(queries) + 2 * own * head_dim
+    return own
+
+
+def cut_attention(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """Plain attention: whole heads to each rank."""
+    if isinstance(module, Attention):
+        module.num_kv_heads = cut_heads(module.qkv, f"{name}.qkv", ranks)
+
+
+def sum_gradient(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """Weights used by this rank's heads only."""
+    for key, weight in module.named_parameters():
+        ranks.sums[f"{name}.{key}"] = (whole_sum(weight, ranks.group),)
+
+
+def cut_embedding(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """This rank looks up its tokens of the vocabulary; the others give zero rows to the sum."""
+    assert isinstance(module, nn.Embedding)
+    rows = ranks.own_vocabulary
+    cut(module, name, "weight", run(module.weight.shape, 0, rows), ranks)
+    module.num_embeddings = len(rows)
+
+    def forward(tokens: Tensor) -> Tensor:
+        own = tokens - rows.start
+        is_other = (own < 0) | (own >= len(rows))
+        x = F.embedding(own.masked_fill(is_other, 0), module.weight)
+        return ranks.leave(x.masked_fill(is_other[..., None], 0))
+
+    set_forward(module, forward)
+
+
+def cut_output(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """The untied output projection, whose weight the loss takes."""
+    assert isinstance(module, nn.Linear)
+    cut(module, name, "weight", run(module.weight.shape, 0, ranks.own_vocabulary), ranks)
+
+
+def take_positions(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """Learned positions of this rank's tokens."""
+    forward = module.forward
+    set_forward(module, lambda ids: forward(ranks.own_tokens(ids, 0)))
+
+
+def take_dropout(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """Dropout of this rank's tokens."""
+    assert isinstance(module, Dropout)
+    set_forward(module, partial(_drop_own, module.forward, ranks))
+
+
+def _drop_own(forward: Callable[..., Tensor], ranks: TensorRanks, x: Tensor, context: Context | None) -> Tensor:
+    if context is not None and context.rows is not None:
+        context = replace(context, rows=ranks.own_tokens(context.rows, 1))
+    return forward(x, context)
+
+
+def lead_to_loss(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """The model's loss over this rank's rows of the vocabulary."""
+    assert isinstance(module, GPT)
+    module.loss = VocabularyLoss(ranks.group, ranks.own_vocabulary, ranks.is_sequence)
+
+
+PLAN: tuple[tuple[str, Style], ...] = (
+    ("", lead_to_loss),
+    ("embedding", cut_embedding),
+    ("head", cut_output),
+    ("positions", take_positions),
+    ("*dropout", take_dropout),
+    ("*.attention", enter_before_plain),
+    ("*.attention", cut_attention),
+    ("*.attention.q_norm", sum_gradient),
+    ("*.attention.k_norm", sum_gradient),
+    ("*.attention.q_down", enter_behind),
+    ("*.attention.kv_down", enter_behind),
+    ("*.attention.kv_norm", sum_gradient),
+    ("*.attention.q_up", cut_columns),
+    ("*.attention.kv_up", cut_columns),
+    ("*.attention.proj", cut_rows),
+    ("*.mlp", enter_before),
+    ("*.mlp.gate", cut_columns),
+    ("*.mlp.up", cut_columns),
+    ("*.mlp.down", cut_rows),
+)
+"""Which parts of a model are cut how, by name; what is not here is copied."""
