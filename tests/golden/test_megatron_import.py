@@ -53,7 +53,7 @@ def test_imported_weights_give_megatrons_losses(kind: str) -> None:
     weights, path = read_weights(HERE / kind, MODELS[kind])
     assert path == HERE / kind / "iter_0000007"
     model = build_gpt(MODELS[kind], Sockets(), device=torch.device("cpu"), dtype=torch.float32).eval()
-    fill_weights(dict(model.named_parameters()), weights, path, vocab_size=24, may_grow=False)
+    fill_weights(dict(model.named_parameters()), lambda: (weights, path), vocab_size=24, may_grow=False)
     tokens = torch.tensor([recorded["tokens"]])
     with torch.no_grad():
         losses = model(tokens, tokens)[0]

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megaflow_trainer.config import TrainConfig, read_command
 from megaflow_trainer.config.layout import Layout, make_layout
 from megaflow_trainer.optim.schedule import StepPlan
+from megaflow_trainer.parallel.collectives import gather_objects
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
 from megaflow_trainer.parallel.seed import seed_dropout
 from megaflow_trainer.parallel.shards import Shard, gather_full
@@ -102,6 +104,12 @@ def find_mesh(pool: Mesh, layout: Layout) -> Mesh:
         launch = Launch(rank=rank % size, world_size=size, base=rank // size * size)
         _MESHES[layout] = build_mesh(launch, pool.device, pool.backend, layout)
     return _MESHES[layout]
+
+
+def level_groups(pool: Mesh) -> None:
+    """Let all ranks of the pool have made equally many groups, after runs of some of them: torch names groups so."""
+    world = dist.distributed_c10d._world
+    world.group_count = max(gather_objects(world.group_count, pool.world_group))
 
 
 def make_config(case: Case) -> TrainConfig:

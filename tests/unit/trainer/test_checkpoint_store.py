@@ -226,7 +226,7 @@ SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
 
 
 def test_another_shape_names_the_tensor_and_both_shapes(tmp_path: Path) -> None:
-    target = {"model/w": torch.zeros(2, 4)}
+    target = {"model/w": (2, 4)}
     with pytest.raises(
         CheckpointError, match=r"tensor w has shape \(2, 3\) in the checkpoint and \(2, 4\) in this run"
     ):
@@ -234,13 +234,13 @@ def test_another_shape_names_the_tensor_and_both_shapes(tmp_path: Path) -> None:
 
 
 def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
-    target = {"model/w": torch.zeros(2, 3), "model/x": torch.zeros(1)}
+    target = {"model/w": (2, 3), "model/x": (1,)}
     with pytest.raises(CheckpointError, match=r"tensor x of this model is not in the checkpoint$"):
         dcp.check_tensors(tmp_path, target, saved=SHAPES, known="model/")
     with pytest.raises(CheckpointError, match="tensor w of the checkpoint is not in this model"):
         dcp.check_tensors(tmp_path, {}, saved=SHAPES, known="model/")
     with pytest.raises(CheckpointError, match=r"m\.w .* not in the checkpoint; --no-load-optim begins with fresh"):
-        dcp.check_tensors(tmp_path, {"optimizer/m.w": torch.zeros(1)}, saved=SHAPES, known="model/")
+        dcp.check_tensors(tmp_path, {"optimizer/m.w": (1,)}, saved=SHAPES, known="model/")
 
 
 def test_a_file_that_is_not_safetensors_is_an_error_in_words(tmp_path: Path) -> None:

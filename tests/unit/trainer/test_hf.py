@@ -177,13 +177,12 @@ def test_a_narrower_or_wider_model_does_not_grow() -> None:
     with pytest.raises(CheckpointError, match=r"has shape \(96, 32\).*\(144, 48\).*start with the model flags"):
         fill_weights(
             {"blocks.0.attention.qkv.weight": torch.zeros(144, 48)},
-            {"blocks.0.attention.qkv.weight": saved["blocks.0.attention.qkv.weight"]},
-            Path("ckpt"),
+            lambda: ({"blocks.0.attention.qkv.weight": saved["blocks.0.attention.qkv.weight"]}, Path("ckpt")),
             vocab_size=61,
             may_grow=True,
         )
     with pytest.raises(CheckpointError, match="of the checkpoint is not in this model"):
-        fill_weights({}, saved, Path("ckpt"), vocab_size=61, may_grow=True)
+        fill_weights({}, lambda: (saved, Path("ckpt")), vocab_size=61, may_grow=True)
 
 
 def test_the_converter_writes_recipe_and_folder(prefix: str, tmp_path: Path) -> None:

@@ -366,7 +366,7 @@ def test_llama3_scaling_is_smooth_between_wavelengths_of_a_quarter_and_the_whole
 def test_a_further_prediction_hands_on_states_that_are_not_normed() -> None:
     torch.manual_seed(0)
     config = ModelConfig(hidden_dim=16, num_heads=2, hidden_dropout=0.0, attention_dropout=0.0, num_mtp_layers=2)
-    depth = FurtherPrediction(config, Sockets())
+    depth = FurtherPrediction(config, Sockets(), 12)
     states, normed = depth(torch.randn(1, 3, 16), torch.randn(1, 3, 16), None)
     torch.testing.assert_close(normed, depth.norm(states))
     assert not torch.allclose(states, normed, atol=1e-3)

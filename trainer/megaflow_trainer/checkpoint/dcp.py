@@ -25,13 +25,23 @@ from torch.distributed.checkpoint import (
     StorageReader,
     StorageWriter,
 )
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megaflow.errors import CheckpointError
+from megaflow_trainer.checkpoint.held import Box, Held, as_held
 from megaflow_trainer.checkpoint.layout import SUFFIX, Place, describe, name_chunk, read_layout
 from megaflow_trainer.checkpoint.parts import open_part, write_part
+from megaflow_trainer.parallel.collectives import gather_objects
 
 Finish = Callable[[dict[str, Any], dict[str, dict[str, Any]]], None]
 """Takes the layout and what is known of each file, and publishes the checkpoint; the first rank calls it."""
@@ -156,36 +166,87 @@ class PartReader(StorageReader):
 
 
 class CopiesPlanner(DefaultSavePlanner):
-    """Plans with the tensors of the run, and takes the bytes from copies of what this rank holds of them."""
+    """Plans with what this rank answers for, and takes the bytes from copies of its memory."""
 
-    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Held], copies: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.copies = copies
+        self.tensors, self.copies = tensors, copies
+        self.numbers: dict[MetadataIndex, int] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """One item a box."""
+        items = []
+        for name, held in self.tensors.items():
+            for number, box in enumerate(held.boxes):
+                if box.is_owned:
+                    index = MetadataIndex(name, torch.Size(box.at))
+                    self.numbers[index] = number
+                    items.append(_make_item(index, held, box))
+        self.plan = SavePlan(items)
+        return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The copy."""
-        return self.copies[index.fqn]
+        """The box in the copy."""
+        return self.tensors[index.fqn].view(self.numbers[index], self.copies[index.fqn])
+
+
+def _make_item(index: MetadataIndex, held: Held, box: Box) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(box.at), torch.Size(box.shape))
+    properties = TensorProperties(dtype=held.local.dtype)
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, torch.Size(held.shape)))
+
+
+class BoxesPlanner(DefaultLoadPlanner):
+    """Plans with the boxes that this rank holds."""
+
+    def __init__(self, tensors: Mapping[str, Held]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.tensors = tensors
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """Keep what there is."""
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """What to read for each box."""
+        assert self.metadata is not None
+        items = []
+        for name, held in self.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(box.at), torch.Size(box.shape)) for box in held.boxes]
+            saved = self.metadata.state_dict_metadata[name]
+            assert isinstance(saved, TensorStorageMetadata), "only tensors are saved"
+            items += create_read_items_for_chunk_list(name, saved, chunks)
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The box in this rank's memory."""
+        assert index.index is not None, "the number of the box"
+        return self.tensors[index.fqn].view(index.index)
 
 
 def save_tensors(
-    tensors: Mapping[str, Tensor], writer: PartWriter, group: dist.ProcessGroup | None, *, copies: Mapping[str, Tensor]
+    tensors: Mapping[str, Held | Tensor],
+    writer: PartWriter,
+    group: dist.ProcessGroup | None,
+    *,
+    copies: Mapping[str, Tensor],
 ) -> None:
-    """Save what the ranks of `group` hold; a tensor that several hold alike is written once. Communicates over `group`.
+    """Save what the ranks of `group` hold; what several hold alike is written once. Communicates over `group`.
 
     Args:
-        tensors: by name; DTensors say which shard they are.
+        tensors: by name: what this rank holds, or whole tensors; DTensors say which shard they are.
         writer: where to.
         group: the ranks; None for one.
-        copies: what is written, by name: the tensors, or this rank's shards of them, in the CPU's memory.
+        copies: what is written, by name: this rank's memory, in that of the CPU.
 
     Raises:
         CheckpointException: on all ranks, if one could not write. A single rank raises its own error.
     """
-    planner = CopiesPlanner(copies)
+    planner = CopiesPlanner({name: as_held(tensor) for name, tensor in tensors.items()}, copies)
     if group is not None:
-        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
+        dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
         return
-    planner.set_up_planner(dict(tensors), writer.storage_meta(), is_coordinator=True)  # dcp.save warns that it is alone
+    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)  # dcp.save warns that it is alone
     writer.set_up_storage_writer(is_coordinator=True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     (plan,) = writer.prepare_global_plan(plans)
@@ -194,29 +255,33 @@ def save_tensors(
 
 
 def load_tensors(
-    targets: Mapping[str, Tensor],
+    targets: Mapping[str, Held | Tensor],
     path: Path,
     group: dist.ProcessGroup | None,
     *,
     reader: StorageReader | None = None,
 ) -> None:
-    """Fill tensors (or DTensors) by name from a checkpoint, each rank its own part; dtypes are converted.
+    """Fill tensors by name from a checkpoint, each rank what it holds of them; dtypes are converted.
 
-    Names and shapes must have been compared (`check_tensors`). `reader` is for folders of another kind than ours.
+    Names and shapes must have been compared (`check_tensors`). Every rank reads for itself; `group` agrees on failures.
+    `reader` is for folders of another kind than ours.
 
     Raises:
-        CheckpointError: if a file cannot be read.
+        CheckpointError: on all ranks alike, if a file cannot be read.
     """
-    reader = reader or PartReader(path)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    if group is not None:
-        try:
-            dcp.load(dict(targets), storage_reader=reader, planner=planner, process_group=group)
-        except dcp.api.CheckpointException as error:
-            raise CheckpointError(f"{path}: cannot be loaded: {describe_failure(error)}") from None
-        return
-    metadata = reader.read_metadata()
-    planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
+    failure: str | None = None
+    try:
+        _load_own({name: as_held(tensor) for name, tensor in targets.items()}, reader or PartReader(path))
+    except CheckpointError as error:
+        failure = str(error)
+    found = next((text for text in gather_objects(failure, group) if text is not None), None)
+    if found is not None:
+        raise CheckpointError(found)
+
+
+def _load_own(targets: Mapping[str, Held], reader: StorageReader) -> None:
+    metadata, planner = reader.read_metadata(), BoxesPlanner(targets)
+    planner.set_up_planner({}, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     (plan,) = planner.create_global_plan([planner.create_local_plan()])
     reader.read_data(planner.finish_plan(plan), planner).wait()
@@ -257,25 +322,25 @@ def read_tensors(path: Path, prefix: str) -> dict[str, Tensor]:
 
 
 def check_tensors(
-    path: Path, wanted: Mapping[str, Tensor], *, saved: Mapping[str, tuple[int, ...]], known: str
+    path: Path, wanted: Mapping[str, tuple[int, ...]], *, saved: Mapping[str, tuple[int, ...]], known: str
 ) -> None:
     """Compare names and whole shapes before anything is changed.
 
     Args:
         path: the checkpoint, for messages.
-        wanted: what the run asks of it, by name.
+        wanted: shapes of the whole tensors that the run asks of it, by name; those of all ranks.
         saved: shapes in the checkpoint, by name.
         known: saved tensors whose names begin so must all be wanted.
 
     Raises:
         CheckpointError: naming the first tensor that is missing, unknown or of another shape, with both shapes.
     """
-    for name, target in wanted.items():
+    for name, shape in wanted.items():
         if name not in saved:
             raise CheckpointError(f"{path}: tensor {_short(name)} of this model is not in the checkpoint{_hint(name)}")
-        if saved[name] != tuple(target.shape):
+        if saved[name] != shape:
             raise CheckpointError(
-                f"{path}: tensor {_short(name)} has shape {saved[name]} in the checkpoint and {tuple(target.shape)} in "
+                f"{path}: tensor {_short(name)} has shape {saved[name]} in the checkpoint and {shape} in "
                 "this run; start with the model flags that the checkpoint was made with"
             )
     for name in saved:

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from megaflow_trainer.checkpoint import store
 from megaflow_trainer.checkpoint.dcp import PartWriter, describe_failure, save_tensors
+from megaflow_trainer.checkpoint.held import Held, as_held
 
 _PATIENCE_S = 10.0
 
@@ -77,20 +77,21 @@ class Saver:
         """Whether this rank knows of a checkpoint that could not be written; `finish` raises the reason."""
         return self._error is not None
 
-    def start(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Save the run after `step`: tensors (or DTensors) by name, and a state for JSON.
+    def start(self, step: int, tensors: Mapping[str, Held | Tensor], state: Mapping[str, Any]) -> None:
+        """Save the run after `step`: what this rank holds of tensors, by name, and a state for JSON.
 
         Raises:
             FileAccessError: if the checkpoint before this one could not be written.
         """
         self.finish()
-        copies, arrived = self._copy(tensors), None
-        if any(tensor.is_cuda for tensor in tensors.values()):
+        held = {name: as_held(tensor) for name, tensor in tensors.items()}
+        copies, arrived = self._copy(held), None
+        if any(tensor.local.is_cuda for tensor in held.values()):
             arrived = torch.cuda.Event()
             arrived.record()
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, dict(tensors), copies, dict(state), arrived),
+            args=(step, held, copies, dict(state), arrived),
             name=f"save {step}",
             daemon=True,
         )
@@ -116,11 +117,11 @@ class Saver:
             error, self._error = self._error, None
             raise store.cannot_write(self.root, describe_failure(error)) from None
 
-    def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _copy(self, tensors: Mapping[str, Held]) -> dict[str, Tensor]:
         """Copies of what this rank holds, in the CPU's memory; what a GPU copies into is pinned, and kept for later."""
         made = {}
         for name, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = tensor.local
             if local.is_cuda:
                 target = self._copies.get(name)
                 if target is None or target.shape != local.shape:
@@ -135,7 +136,7 @@ class Saver:
     def _write(
         self,
         step: int,
-        tensors: dict[str, Tensor],
+        tensors: dict[str, Held],
         copies: dict[str, Tensor],
         state: dict[str, Any],
         arrived: torch.cuda.Event | None,

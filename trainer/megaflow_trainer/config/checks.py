@@ -118,18 +118,12 @@ def check_parallel(config: TrainConfig, *, world_size: int) -> list[str]:
             "parallel.zero 3 gathers weights for backward, which recompute.compression and is_offloaded would "
             "take for activations; drop them, or give zero 1 or 2"
         )
-    is_divided = own.tp > 1 or own.pp > 1 or own.cp > 1 or own.zero > 0
     if own.zero == 3 and own.pp > 1:
         faults.append(f"parallel.zero 3 does not go with parallel.pp {own.pp} in this version; give zero 1 or 2")
     if own.zero == 3 and config.recompute.method == "uniform" and (config.recompute.num_layers or 1) > 1:
         faults.append(
             f"parallel.zero 3 gathers weights block by block, and recompute.num_layers {config.recompute.num_layers} "
             "computes blocks together; give recompute.num_layers 1"
-        )
-    if is_divided and (config.checkpoint.save or config.checkpoint.load or config.checkpoint.init_from):
-        faults.append(
-            f"parallel.tp {own.tp}, pp {own.pp}, cp {own.cp}, zero {own.zero}: this version does not have checkpoints "
-            "of a model that ranks divide; drop checkpoint.save, load and init_from, or use plain data parallelism"
         )
     if (own.tp > 1 or own.zero > 0) and config.optim.kind == "muon":
         faults.append(

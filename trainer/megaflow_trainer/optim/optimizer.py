@@ -100,15 +100,16 @@ class Optimizer:
                 group.rule.update(group.slots, **rates)
         self.copy_to_weights()
 
-    def list_tensors(self) -> dict[str, Tensor]:
-        """Everything to save, by name: states, and masters where the weights do not hold their values."""
-        tensors: dict[str, Tensor] = {}
-        for name, master in self.masters.items():
-            for key, value in self.slots[name].state.items():
-                tensors[f"{key}.{name}"] = value
-            if master.dtype != self.weights[name].dtype:
-                tensors[f"master.{name}"] = master
+    def list_states(self, name: str) -> dict[str, Tensor]:
+        """What there is to save of one weight, by kind: states, and the master where the weight does not hold it."""
+        tensors = dict(self.slots[name].state)
+        if self.masters[name].dtype != self.weights[name].dtype:
+            tensors["master"] = self.masters[name]
         return tensors
+
+    def list_tensors(self) -> dict[str, Tensor]:
+        """Everything to save, as KIND.NAME."""
+        return {f"{key}.{name}": value for name in self.masters for key, value in self.list_states(name).items()}
 
     @torch.no_grad()
     def copy_to_weights(self) -> None:

@@ -203,6 +203,14 @@ class MainGradients:
             sum_over(square, self.mesh.world_group)
         return square.sqrt().to(torch.promote_types(self.dtype, torch.float32))
 
+    def list_weights(self) -> list[tuple[str, Tensor, int]]:
+        """This rank's part of each weight of the model: name, memory, first element in the flattened part, here 0.
+
+        Waits for weights that are on their way.
+        """
+        self.receive_weights()
+        return [(slot.name, slot.weight.data, 0) for bucket in self.buckets for slot in bucket.slots]
+
     def measure_weights(self) -> Tensor:
         """2-norm of the weights, as `norm` is of the gradients; waits for weights that are on their way."""
         self.receive_weights()

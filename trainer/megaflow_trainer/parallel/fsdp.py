@@ -65,7 +65,8 @@ class DividedGradients:
             assert isinstance(weight.grad, DTensor)
             self.rows[name] = find_rows(weight)
             local = weight.to_local().detach()
-            self.parameters.append(MainParameter(name, local, weight.grad.to_local(), weight.dim() > 1))
+            start = self.rows[name].start * (weight.numel() // weight.shape[0])
+            self.parameters.append(MainParameter(name, local, weight.grad.to_local(), weight.dim() > 1, start))
         self.dtype = self.parameters[0].main_grad.dtype
 
     @property
@@ -91,6 +92,10 @@ class DividedGradients:
     def norm(self) -> Tensor:
         """Global 2-norm, fp32 scalar on the device (fp64 in fp64). Every element of the model is counted once."""
         return self._measure({main.name: main.main_grad for main in self.parameters})
+
+    def list_weights(self) -> list[tuple[str, Tensor, int]]:
+        """This rank's rows of each weight: name, memory, first element in the flattened tensor-parallel part."""
+        return [(main.name, main.weight, main.start) for main in self.parameters]
 
     def measure_weights(self) -> Tensor:
         """2-norm of the weights, as `norm` is of the gradients."""

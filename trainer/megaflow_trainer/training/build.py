@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from megaflow import Loader
+from megaflow_trainer.checkpoint.held import hold
 from megaflow_trainer.checkpoint.initial import describe_source, fill_weights, read_weights
 from megaflow_trainer.config.batch import batch_phases
 from megaflow_trainer.config.cost_table import choose_parts
@@ -107,7 +108,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         model.to_empty(device=mesh.device)
         init_weights(model, config.model, seed=config.seed, parts=parts.shards)
         if config.checkpoint.init_from is not None:
-            start_from(Path(config.checkpoint.init_from), model, config, mesh)
+            start_from(Path(config.checkpoint.init_from), model, parts, config, mesh)
 
     plan = Plan(
         parallel=config.parallel,
@@ -129,18 +130,18 @@ def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:
     return Optimizer(parameters, config.optim, mup_ratio=ratio, scaler=build_scaler(config.step))
 
 
-def start_from(folder: Path, model: GPT, config: TrainConfig, mesh: Mesh) -> None:
-    """Take the initial weights from a folder; the first rank reads, `parallelize` sends them to the others."""
+def start_from(folder: Path, model: GPT, parts: ShardMap, config: TrainConfig, mesh: Mesh) -> None:
+    """Take the initial weights from a folder; the first rank reads."""
     assert config.model.vocab_size is not None, "known once the data are open"
-    vocab_size, may_grow = config.model.vocab_size, config.checkpoint.grow
-
-    def read() -> list[str]:
-        weights, path = read_weights(folder, config.model)
-        targets = dict(model.named_parameters())
-        lines = fill_weights(targets, weights, path, vocab_size=vocab_size, may_grow=may_grow)
-        return [f"initial weights from {describe_source(path)}", *lines]
-
-    for line in do_on_first(read, mesh.world_group):
+    targets = {name: hold(weight.data, parts.shards[name]) for name, weight in model.named_parameters()}
+    path, lines = fill_weights(
+        targets,
+        lambda: read_weights(folder, config.model),
+        mesh.world_group,
+        vocab_size=config.model.vocab_size,
+        may_grow=config.checkpoint.grow,
+    )
+    for line in (f"initial weights from {describe_source(path)}", *lines):
         say(mesh, f" note: {line}")
 
 

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megaflow.errors import CheckpointError
 from megaflow_trainer.checkpoint import store
 from megaflow_trainer.checkpoint.dcp import check_tensors, list_shapes, load_tensors
+from megaflow_trainer.checkpoint.held import Held, hold
 from megaflow_trainer.checkpoint.initial import describe_source, fill_weights, read_weights
 from megaflow_trainer.checkpoint.megatron import find_megatron
 from megaflow_trainer.config.fields import to_dict
 from megaflow_trainer.config.sections import CheckpointConfig, TrainConfig
 from megaflow_trainer.optim.optimizer import Optimizer
 from megaflow_trainer.parallel.apply import ParallelModel
-from megaflow_trainer.parallel.collectives import do_on_first
+from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.seed import get_rng_state, seed_dropout, set_rng_state
 from megaflow_trainer.training.feed import Feed
@@ -53,11 +53,41 @@ class TrainState:
     data_fingerprint: str
     spikes: SpikeWatch
 
-    def list_tensors(self, mesh: Mesh) -> dict[str, Tensor]:
-        """Every tensor to save: model/NAME, optimizer/STATE.NAME, rng/KIND.RANK; each rank has its own streams."""
-        weights = {f"model/{name}": weight.data for name, weight in self.model.module.named_parameters()}
-        states = {f"optimizer/{name}": value for name, value in self.optimizer.list_tensors().items()}
-        return {**weights, **states, **{f"rng/{n}.{mesh.rank}": value for n, value in get_rng_state(mesh).items()}}
+    def list_held(self, mesh: Mesh) -> dict[str, Held]:
+        """What this rank holds of all there is to save: model/NAME, optimizer/STATE.NAME, rng/KIND.RANK; each rank has
+        its own streams. Waits for weights that are on their way from other ranks.
+        """
+        shards = self.model.parts.shards
+        weights = {
+            f"model/{name}": hold(weight, shards[name], start=start)
+            for name, weight, start in self.model.gradients.list_weights()
+        }
+        streams = {f"rng/{name}.{mesh.rank}": hold(value) for name, value in get_rng_state(mesh).items()}
+        return {**weights, **self.list_states(), **streams}
+
+    def list_states(self) -> dict[str, Held]:
+        """What this rank holds of the optimizer's states, and of masters that are not the weights: optimizer/..."""
+        held = {}
+        for main in self.model.gradients.parameters:
+            for key, value in self.optimizer.list_states(main.name).items():
+                is_scalar = value.dim() == 0
+                own = hold(value) if is_scalar else hold(value, self.model.parts.shards[main.name], start=main.start)
+                held[f"optimizer/{key}.{main.name}"] = own
+        return held
+
+    def list_masters(self) -> dict[str, Held]:
+        """What this rank holds of the masters, by the names of the weights."""
+        shards = self.model.parts.shards
+        return {
+            main.name: hold(self.optimizer.masters[main.name], shards[main.name], start=main.start)
+            for main in self.model.gradients.parameters
+        }
+
+    def spread_masters(self) -> None:
+        """Round masters that were filled into the weights, on all ranks that use them."""
+        self.optimizer.copy_to_weights()
+        self.model.gradients.share_weights()
+        self.model.gradients.receive_weights()
 
     def describe(self, config: TrainConfig, mesh: Mesh) -> dict[str, Any]:
         """Everything else to save, as JSON."""
@@ -133,15 +163,14 @@ def take_weights(config: TrainConfig, state: TrainState, mesh: Mesh) -> None:
     assert config.checkpoint.load is not None, "checked with the configuration"
     folder = Path(config.checkpoint.load)
     assert config.model.vocab_size is not None, "known once the data are open"
-    weights, path = read_weights(folder, config.model, flag="--load")
-    lines = fill_weights(
-        state.optimizer.masters,
-        weights,
-        path,
+    path, lines = fill_weights(
+        state.list_masters(),
+        lambda: read_weights(folder, config.model, flag="--load"),
+        mesh.world_group,
         vocab_size=config.model.vocab_size,
         may_grow=config.checkpoint.grow,
     )
-    state.optimizer.copy_to_weights()
+    state.spread_masters()
     say(mesh, f" weights from {describe_source(path)}; everything else begins anew")
     for line in lines:
         say(mesh, f" note: {line}")
@@ -154,16 +183,20 @@ def load_checkpoint(path: Path, config: TrainConfig, state: TrainState, mesh: Me
     config = settle_schedule(config, saved, path)
     shapes = list_shapes(path)
     targets = list_targets(config, state, shapes)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for part in gather_objects({name: held.shape for name, held in targets.items()}, mesh.world_group):
+        wanted |= part
     if config.checkpoint.loads_optimizer:
-        check_tensors(path, targets, saved=_without_masters(shapes, targets), known="optimizer/")
-    check_tensors(path, _list_weights(state), saved=shapes, known="model/")
+        check_tensors(path, wanted, saved=_without_masters(shapes, wanted), known="optimizer/")
+    masters = {name.replace("optimizer/master.", "model/"): shape for name, shape in wanted.items()}
+    check_tensors(path, _keep(masters, "model/"), saved=shapes, known="model/")
     streams = {}
     if config.checkpoint.loads_rng:
         own = {name: value for name, value in get_rng_state(mesh).items() if f"rng/{name}.{mesh.rank}" in shapes}
         streams = {name: torch.empty_like(value) for name, value in own.items()}
-        targets |= {f"rng/{name}.{mesh.rank}": value for name, value in streams.items()}
+        targets |= {f"rng/{name}.{mesh.rank}": hold(value) for name, value in streams.items()}
     load_tensors(targets, path, mesh.world_group)
-    state.optimizer.copy_to_weights()
+    state.spread_masters()
     state.feed.load_state_dict(saved["loader"])
     if config.checkpoint.loads_optimizer and state.optimizer.scaler is not None and saved.get("loss_scale"):
         state.optimizer.scaler.load_state_dict(saved["loss_scale"])
@@ -178,28 +211,27 @@ def load_checkpoint(path: Path, config: TrainConfig, state: TrainState, mesh: Me
     return Start(config, step, is_own=is_own, source=str(path))
 
 
-def list_targets(config: TrainConfig, state: TrainState, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors to fill, by the names they have in the checkpoint.
+def list_targets(config: TrainConfig, state: TrainState, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Held]:
+    """What to fill, by the names it has in the checkpoint.
 
     Masters are filled from saved masters where there are any, else from the weights (another precision); the weights
     follow from the masters.
     """
     targets = {}
-    for name, master in state.optimizer.masters.items():
+    for name, master in state.list_masters().items():
         full = f"optimizer/master.{name}"
         targets[full if full in shapes else f"model/{name}"] = master
     if config.checkpoint.loads_optimizer:
-        own = state.optimizer.list_tensors()
-        targets |= {f"optimizer/{name}": own[name] for name in own if not name.startswith("master.")}
+        targets |= {name: own for name, own in state.list_states().items() if not name.startswith("optimizer/master.")}
     return targets
 
 
-def _list_weights(state: TrainState) -> dict[str, Tensor]:
-    return {f"model/{name}": weight for name, weight in state.optimizer.weights.items()}
+def _keep(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
 
 
 def _without_masters(
-    shapes: Mapping[str, tuple[int, ...]], targets: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """What the checkpoint holds, without masters that this run does not ask for."""
-    return {name: s for name, s in shapes.items() if name in targets or not name.startswith("optimizer/master.")}
+    return {name: s for name, s in shapes.items() if name in wanted or not name.startswith("optimizer/master.")}

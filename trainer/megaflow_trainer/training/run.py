@@ -94,7 +94,7 @@ def loop(run: Run, saver: Saver | None, ending: Ending, deadline_s: float | None
             if saver and (stop or is_due(step, config.checkpoint.every, config.last_step)):
                 write_down(run, log, ledger.flush())
                 with clock.phase(CHECKPOINT):
-                    saver.start(step, run.state.list_tensors(mesh), run.state.describe(config, mesh))
+                    saver.start(step, run.state.list_held(mesh), run.state.describe(config, mesh))
             tell_saved(mesh, log, saver)
             if stop and step < config.last_step:
                 write_down(run, log, ledger.flush())
