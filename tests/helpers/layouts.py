@@ -84,6 +84,8 @@ class ListLoader:
         self.samples, self.size, self.mesh, self.position = samples, micro_batch_size, mesh, 0
 
     def __next__(self) -> Batch:
+        if self.position >= len(self.samples):
+            raise StopIteration
         first = self.position + self.mesh.dp_rank * self.size
         self.position += self.size * self.mesh.dp_size
         own = self.samples[first : first + self.size]
