@@ -19,11 +19,14 @@ from megaflow_trainer.config import TrainConfig, read_command
 from megaflow_trainer.config.flags import FLAGS
 from megaflow_trainer.config.layout import make_layout
 from megaflow_trainer.config.stages import own_chunks, split_layers
+from megaflow_trainer.ops.attention import attend_sdpa
+from megaflow_trainer.ops.registry import Entry
 from megaflow_trainer.optim.schedule import build_planner
 from megaflow_trainer.parallel.context import KINDS as CONTEXT_KINDS
 from megaflow_trainer.parallel.context import GatheredAttention, RingAttention, UlyssesAttention
 from megaflow_trainer.parallel.data import MainGradients
 from megaflow_trainer.parallel.saved import SavedActivations
+from megaflow_trainer.training import build as build_module
 from megaflow_trainer.training.build import build_model, build_optimizer
 from megaflow_trainer.training.preflight import refuse_device
 
@@ -253,6 +256,9 @@ OWN_TEST = {
     **dict.fromkeys(
         ("--tokenizer-model", "--vocab-file", "--vocab", "--merge-file"), "test_a_tokenizer_that_is_not_there_is_named"
     ),
+    **dict.fromkeys(
+        ("--compile", "--no-gradient-accumulation-fusion"), "test_what_makes_steps_faster_is_handed_to_the_model"
+    ),
     "--cp-comm-type": "test_ranks_that_share_sequences_attend_as_the_flag_says",
     "--tokenizer-type": "test_an_unknown_tokenizer_type_is_named",
     **dict.fromkeys(("--num-workers", "--prefetch"), "test_threads_and_prefetch_change_the_loader_and_not_the_samples"),
@@ -305,6 +311,19 @@ WATCH: dict[str, str | tuple[str, str]] = {
 def test_every_flag_is_in_one_of_the_tables() -> None:
     tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, LAYOUT, SEEN, OWN_TEST, DATA_FLAGS, WATCH]
     assert sorted(name for table in tables for name in table) == sorted(flag.name for flag in FLAGS)
+
+
+def test_what_makes_steps_faster_is_handed_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What both do is in test_accumulate.py."""
+    plans: list[Any] = []
+    monkeypatch.setattr(build_module, "parallelize", lambda model, mesh, plan, fill: plans.append(plan))
+    gpu = dataclasses.replace(one_rank(), device=torch.device("cuda"))
+    monkeypatch.setattr(build_module, "choose", lambda *_: Entry(name="sdpa", function=attend_sdpa))
+    for flags in ("", "--compile", "--no-gradient-accumulation-fusion", "--pipeline-model-parallel-size 2"):
+        config = read_command([*BASE, *flags.split()], world_size=1 + ("2" in flags))[0]
+        build_model(config, gpu)
+    assert [plan.is_compiled for plan in plans] == [False, True, False, False]
+    assert [plan.accumulates for plan in plans] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("flag", OWN_TEST)

@@ -118,6 +118,16 @@ def check_parallel(config: TrainConfig, *, world_size: int) -> list[str]:
             "parallel.zero 3 gathers weights for backward, which recompute.compression and is_offloaded would "
             "take for activations; drop them, or give zero 1 or 2"
         )
+    if config.step.is_compiled and (own.tp > 1 or own.cp > 1 or own.zero == 3):
+        faults.append(
+            f"step.is_compiled: this version does not compile blocks that communicate (parallel.tp {own.tp}, cp "
+            f"{own.cp}, zero {own.zero}); drop it, or divide by pp, dp and zero 1 or 2"
+        )
+    if config.step.is_compiled and own.pp > 1 and own.schedule in ("zero_bubble", "zbv"):
+        faults.append(
+            f"parallel.schedule {own.schedule} takes backward apart, which compiled blocks do not allow; use 1f1b or "
+            "interleaved, or drop step.is_compiled"
+        )
     if own.zero == 3 and own.pp > 1:
         faults.append(f"parallel.zero 3 does not go with parallel.pp {own.pp} in this version; give zero 1 or 2")
     if own.zero == 3 and config.recompute.method == "uniform" and (config.recompute.num_layers or 1) > 1:

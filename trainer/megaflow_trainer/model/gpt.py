@@ -94,11 +94,19 @@ class GPT(nn.Module):
             FurtherPrediction(config, sockets, config.num_layers + depth) for depth in range(config.num_mtp_layers)
         )
         self.loss: Callable[..., Tensor] = sockets.loss
+        self.accumulating_loss: Callable[..., Tensor] | None = None
+        """Takes the place of `loss` where the weights of the sum are known before it (`ops/accumulate.py`)."""
         self.side_losses: dict[str, Tensor] = {}
         """Losses of the last forward in training that are logged apart, by name, detached: `mtp_1` is `[b, s - 1]`."""
 
     def forward(
-        self, tokens: Tensor, labels: Tensor, *, keys: Tensor | None = None, positions: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        keys: Tensor | None = None,
+        positions: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Loss in nats per token, float32, `[b, s]`.
 
@@ -107,9 +115,10 @@ class GPT(nn.Module):
             labels: int64 `[b, s]`.
             keys: int64 `[b]`, one number a sample from which its dropout follows; 0, 1, ... if not given.
             positions: int64 `[s]` on the CPU, place of each token in its sample; 0, 1, ... if not given.
+            weights: float32 `[b, s]`, with which the losses will be summed; backward must then be of that sum.
         """
         context = make_context(self.config, tokens, keys=keys, positions=positions)
-        return self.compute_loss(self.run_blocks(self.embed(tokens, context), context), labels, context)
+        return self.compute_loss(self.run_blocks(self.embed(tokens, context), context), labels, context, weights)
 
     def embed(self, tokens: Tensor, context: Context) -> Tensor:
         """The residual stream before the first block, `[b, s, h]`."""
@@ -124,9 +133,9 @@ class GPT(nn.Module):
             x = block(x, context)
         return x
 
-    def compute_loss(self, x: Tensor, labels: Tensor, context: Context) -> Tensor:
+    def compute_loss(self, x: Tensor, labels: Tensor, context: Context, weights: Tensor | None = None) -> Tensor:
         """Loss per token, `[b, s]`, from the residual stream after the last block."""
-        loss = self.project_loss(self.norm(x), labels)
+        loss = self.project_loss(self.norm(x), labels, weights)
         self.side_losses = {}
         if self.further and self.training:
             further = self.compute_further(x, labels, context)
@@ -144,8 +153,12 @@ class GPT(nn.Module):
             self.side_losses[f"mtp_{depth}"] = losses[:, :-depth].detach()
         return total * (self.config.mtp_loss_scale / len(self.further))
 
-    def project_loss(self, x: Tensor, labels: Tensor) -> Tensor:
+    def project_loss(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Loss per token, `[b, s]`, from normed hidden states; the projection is left to the loss socket."""
+        if self.accumulating_loss is not None and weights is not None and torch.is_grad_enabled():
+            return self.accumulating_loss(
+                x, self.output_weight, labels, weights, vocab_size=self.vocab_size, scale=self.score_scale
+            )
         return self.loss(x, self.output_weight, labels, vocab_size=self.vocab_size, scale=self.score_scale)
 
     def compute_logits(self, tokens: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ Legend: b micro-batch, n heads, s sequence, d head dim.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +58,21 @@ def attend_math(
     scores = (q @ k.transpose(-2, -1)).to(wide) * factor  # [b, n, s, s]
     weights = scores.masked_fill(~_make_mask(q, window), -math.inf).softmax(-1).to(v.dtype)
     return F.dropout(weights, dropout, training=dropout > 0) @ v
+
+
+KERNELS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+@contextmanager
+def prefer_kernels(device: torch.device) -> Iterator[None]:
+    """Let torch's own choice on a GPU try cuDNN's kernel first: on an H200 the faster one at every shape measured
+    (docs/performance-log.md). Where it cannot serve, the next one does.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with sdpa_kernel(list(KERNELS), set_priority=True):
+        yield
 
 
 def _make_mask(q: Tensor, window: int | None) -> Tensor:

@@ -1,7 +1,7 @@
 """The only place that knows in which order parallelism is put on a model.
 
 Order: pipeline split -> tensor/sequence -> expert -> context -> recompute -> compile -> data parallel.
-This version has all but expert and compile. A model comes without memory for its weights; it gets it, and
+This version has all but expert. A model comes without memory for its weights; it gets it, and
 values, as soon as it is known which part of each weight this rank holds.
 """
 
@@ -19,6 +19,7 @@ from megaflow_trainer.parallel.collectives import copy_from_first
 from megaflow_trainer.parallel.context import cut_positions, share_context
 from megaflow_trainer.parallel.data import DataOptions, MainGradients
 from megaflow_trainer.parallel.fsdp import DividedGradients, divide_weights
+from megaflow_trainer.parallel.fusion import accumulate_in_products, can_accumulate, compile_blocks
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.pipeline import Chunk, Pipeline, join_copies, split_pipeline
 from megaflow_trainer.parallel.recompute import apply_recompute
@@ -55,10 +56,15 @@ class ParallelModel:
             return x
         return x.index_select(1, self.positions.to(x.device, non_blocking=True))
 
-    def __call__(self, tokens: Tensor, labels: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Loss per token of this rank's micro-batch, float32, `[b, s]`; `keys` decide its dropout, int64 `[b]`."""
+    def __call__(
+        self, tokens: Tensor, labels: Tensor, keys: Tensor | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """Loss per token of this rank's micro-batch, float32, `[b, s]`; `keys` decide its dropout, int64 `[b]`.
+
+        With `weights`, float32 `[b, s]`, backward must be of the sum of losses times weights.
+        """
         with keep_saved(self.saved):
-            loss: Tensor = self.module(tokens, labels, keys=keys, positions=self.positions)
+            loss: Tensor = self.module(tokens, labels, keys=keys, positions=self.positions, weights=weights)
         return loss
 
     def measure_norm(self) -> Tensor:
@@ -79,6 +85,8 @@ class Plan:
         recomputed_parts: for each block what selective recompute takes; `recompute.modules` of all if not given.
         compute_dtype: of activations where ZeRO 3 keeps weights wider.
         grad_dtype: of the main gradients.
+        is_compiled: whether each block is compiled.
+        accumulates: whether products add to main gradients that are wider than the weights.
         measure_every: forwards from one measurement of the error of compressed activations to the next.
     """
 
@@ -87,6 +95,8 @@ class Plan:
     recomputed_parts: Sequence[Sequence[str]] | None = None
     compute_dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype = torch.float32
+    is_compiled: bool = False
+    accumulates: bool = False
     measure_every: int = 1
     seq_len: int = 0
     """Tokens of a sample, for ranks that share sequences."""
@@ -110,7 +120,11 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
     for weight in model.parameters():
         copy_from_first(weight.data, mesh.gradient_group)
     apply_recompute(model, plan.recompute, plan.recomputed_parts)
+    if plan.is_compiled:
+        compile_blocks(model)
     gradients = collect_gradients(model, mesh, parts, plan)
+    if plan.accumulates and isinstance(gradients, MainGradients) and can_accumulate(gradients):
+        accumulate_in_products(model, gradients, is_compiled=plan.is_compiled)
     saved = make_saved(model, plan.recompute, measure_every=plan.measure_every)
     pipeline = make_pipeline(chunks, model, mesh, plan, gradients) if isinstance(gradients, MainGradients) else None
     positions = None

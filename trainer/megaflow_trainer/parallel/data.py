@@ -99,7 +99,8 @@ class MainGradients:
 
     def _make_hook(self, bucket: Bucket, slot: Slot) -> Callable[[Tensor], None]:
         def take(weight: Tensor) -> None:
-            self._add(bucket, slot)
+            if weight.grad is not None:  # else the product has added it itself
+                self._add(bucket, slot)
             slot.missing -= 1
             bucket.waiting -= slot.missing == 0
             if bucket.waiting == 0:

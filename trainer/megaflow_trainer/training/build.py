@@ -116,10 +116,20 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         recomputed_parts=choose_parts(config),
         compute_dtype=dtype,
         grad_dtype=DTYPES[config.optim.main_grad_dtype],
+        is_compiled=config.step.is_compiled,
+        accumulates=_can_accumulate(config, mesh),
         seq_len=config.data.seq_len,
         measure_every=config.log.every * config.step.sizes.num_micro_batches,
     )
     return parallelize(model, mesh, plan, fill)
+
+
+def _can_accumulate(config: TrainConfig, mesh: Mesh) -> bool:
+    """Whether products add to main gradients: on GPUs, where layers are neither shared nor divided into stages."""
+    own, recompute = config.parallel, config.recompute
+    is_chained = recompute.method == "uniform" and (recompute.num_layers or 1) > 1
+    is_plain = own.tp == own.pp == own.cp == own.ep == 1 and not is_chained
+    return config.step.accumulates_in_products and mesh.device.type == "cuda" and is_plain
 
 
 def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:

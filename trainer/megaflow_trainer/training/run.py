@@ -12,6 +12,7 @@ from megaflow_trainer.checkpoint.saver import Saver
 from megaflow_trainer.checkpoint.store import Keeping
 from megaflow_trainer.config.exit_codes import FINISHED, OUT_OF_TIME, STOPPED
 from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.ops.attention import prefer_kernels
 from megaflow_trainer.parallel.collectives import own_group
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training.build import Run, set_up
@@ -48,6 +49,7 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
     with (
         hold_folders(config, mesh),
         explain_shortage(config, mesh.device),
+        prefer_kernels(mesh.device),
         build_loader(data.train, config, mesh) as loader,
     ):
         run = set_up(config, data, loader, mesh, [*notes, *data.notes])

@@ -78,7 +78,7 @@ def train_step(
     for number in range(0 if model.pipeline is not None else plan.num_micro_batches):
         batch = take_own(model, feed.next())
         with clock.phase(FORWARD):
-            loss_sum, by_sample = sum_losses(model, batch, _number_samples(plan, number, mesh, config))
+            loss_sum, by_sample = sum_losses(model, batch, _number_samples(plan, number, mesh, config), lift)
             totals[0].add_(loss_sum.detach())
             totals[1].add_(batch.num_tokens)  # a scalar: a tensor made of it would wait for the device
             sides.add(model, batch)
@@ -133,12 +133,14 @@ def _choose_lift(optimizer: Optimizer, config: TrainConfig) -> float:
     return optimizer.scaler.scale / (config.step.sizes.micro_batch_size * config.data.seq_len)
 
 
-def sum_losses(model: ParallelModel, batch: DeviceBatch, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sum_losses(
+    model: ParallelModel, batch: DeviceBatch, keys: Tensor | None = None, lift: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Sum of the token losses that count in a micro-batch of this rank, float32 scalar, and of each sample the sum and
-    the number of predictions, `[2, b]`, which takes no part in backward.
+    the number of predictions, `[2, b]`, which takes no part in backward. Backward must be of the sum times `lift`.
     """
-    losses = model(batch.tokens, batch.labels, keys)  # [b, s]
-    mask = torch.ones_like(losses) if batch.mask is None else batch.mask
+    mask = torch.ones(batch.labels.shape, device=batch.labels.device) if batch.mask is None else batch.mask
+    losses = model(batch.tokens, batch.labels, keys, mask if lift == 1 else mask * lift)  # [b, s]
     masked = losses if batch.mask is None else losses * mask
     return masked.sum(), torch.stack([masked.detach().sum(dim=1), mask.sum(dim=1)])
 

@@ -1,0 +1,108 @@
+"""Products that add to main gradients: the same losses and gradients as autograd's own, in one process and compiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.pairs import write_pair
+from helpers.runs import read_metrics, run_tiny
+from megaflow_trainer.ops.accumulate import AccumulatingLoss, accumulate_linear
+from megaflow_trainer.training import build
+
+LENGTH = ["--train-iters", "6", "--global-batch-size", "8", "--micro-batch-size", "2", "--lr-decay-style", "constant"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_linear_layer_adds_its_gradient(dtype: torch.dtype, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(12, 20, bias=has_bias, dtype=dtype)
+    x = torch.randn(2, 3, 12, dtype=dtype, requires_grad=True)
+    direction = torch.randn(2, 3, 20, dtype=dtype)
+    layer(x).backward(direction)
+    assert layer.weight.grad is not None
+    expected = {"x": x.grad, "weight": layer.weight.grad, "bias": layer.bias.grad if has_bias else None}
+    x.grad = layer.weight.grad = None
+    layer.zero_grad()
+    main_grad = torch.ones(20, 12)
+    accumulate_linear(layer, main_grad)
+    for _ in range(2):
+        layer(x).backward(direction)
+    assert layer.weight.grad is None
+    torch.testing.assert_close(
+        main_grad, 1 + 2 * expected["weight"].float(), rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=1e-4
+    )
+    torch.testing.assert_close(x.grad, 2 * expected["x"])
+    if has_bias:
+        torch.testing.assert_close(layer.bias.grad, 2 * expected["bias"])
+
+
+@pytest.mark.parametrize("chunk_scores", [1, 40, 1 << 20])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_the_loss_makes_the_gradients_of_its_weighted_sum(chunk_scores: int, scale: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    weight = torch.randn(20, 8, requires_grad=True)  # 3 rows of padding
+    target = torch.randint(0, 17, (2, 5))
+    weights = torch.tensor([[1.0, 0.0, 2.0, 1.0, 1.0], [0.5, 1.0, 1.0, 0.0, 3.0]])
+    scores = F.linear(x, weight)[..., :17] * scale
+    expected = F.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").view(2, 5)
+    (expected * weights).sum().backward()
+    assert weight.grad is not None
+    grads = (x.grad, weight.grad)
+    x.grad = None
+    main_grad = torch.zeros(20, 8)
+    loss = AccumulatingLoss(main_grad, chunk_scores=chunk_scores)
+    losses = loss(x, weight.detach(), target, weights, vocab_size=17, scale=scale)
+    torch.testing.assert_close(losses, expected.detach())
+    (losses * weights).sum().backward()
+    torch.testing.assert_close(x.grad, grads[0])
+    torch.testing.assert_close(main_grad, grads[1])
+    assert main_grad[17:].count_nonzero() == 0
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_pair(tmp_path_factory.mktemp("data") / "toy")
+
+
+KINDS = {
+    "gpt2": "",
+    "llama": "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--disable-bias-linear --num-query-groups 2",
+    "recompute": "--recompute-granularity full",
+    "further": "--mtp-num-layers 1 --position-embedding-type rope",
+}
+
+
+@pytest.mark.parametrize("flags", ["", "--eod-mask-loss", "--fp16 --initial-loss-scale 256", "--bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_accumulates_in_products_is_the_run_without(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, flags: str
+) -> None:
+    words = [*LENGTH, *KINDS[kind].split(), *flags.split()]
+    run_tiny(prefix, [*words, "--run-dir", str(tmp_path / "plain")])
+    monkeypatch.setattr(build, "_can_accumulate", lambda config, mesh: True)
+    monkeypatch.setattr("megaflow_trainer.parallel.apply.can_accumulate", lambda gradients: True)
+    run_tiny(prefix, [*words, "--run-dir", str(tmp_path / "fused")])
+    plain, fused = (read_metrics(tmp_path / name) for name in ("plain", "fused"))
+    loose = "16" in flags
+    for one, other in zip(plain, fused, strict=True):
+        assert other["lm_loss"] == pytest.approx(one["lm_loss"], rel=2e-3 if loose else 1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2 if loose else 1e-4)
+
+
+@pytest.mark.slow  # compiling takes a minute
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_a_compiled_run_is_the_run_without(prefix: str, tmp_path: Path) -> None:
+    for name, flags in (("plain", []), ("compiled", ["--compile"])):
+        run_tiny(prefix, [*LENGTH, *flags, "--run-dir", str(tmp_path / name)])
+    plain, compiled = (read_metrics(tmp_path / name) for name in ("plain", "compiled"))
+    for one, other in zip(plain, compiled, strict=True):
+        assert other["lm_loss"] == pytest.approx(one["lm_loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)

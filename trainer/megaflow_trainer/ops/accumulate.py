@@ -1,0 +1,160 @@
+"""Products that add a weight's gradient to its main gradient themselves, in the main gradient's dtype.
+
+A plain linear layer leaves a gradient in the weight's dtype, which is then added to the fp32 buffer: two roundings, and
+6 more bytes moved per weight and micro-batch (bf16). Here the product dW += dy^T x accumulates in fp32 and writes fp32
+once (`addmm` with an output dtype, cuBLAS; elsewhere the product is widened and added).
+
+The output projection with its loss goes further: scores are the largest tensor of a small model, so they exist for one
+chunk of tokens at a time, and their gradient is made at once, since the weights with which losses are summed are known
+before the sum. What is kept for backward is the gradient of the hidden states.
+
+Legend: t tokens, h hidden, o outputs, v vocabulary (padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CHUNK_SCORES = 1 << 28
+"""Scores of a chunk: 512 MiB in bf16."""
+
+
+@torch.library.custom_op("megaflow::add_product_", mutates_args={"main_grad"})
+def add_product_(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
+    """`main_grad += grad^T x`: `[o, h]`, `[t, o]`, `[t, h]`."""
+    if main_grad.dtype == grad.dtype:
+        main_grad.addmm_(grad.t(), x)
+    elif main_grad.is_cuda and main_grad.dtype == torch.float32:
+        torch.addmm(main_grad, grad.t(), x, out_dtype=torch.float32, out=main_grad)
+    else:
+        main_grad.add_(grad.t() @ x)
+
+
+@add_product_.register_fake
+def _(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
+    return None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad, ctx.has_bias = main_grad, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        add_product_(ctx.main_grad, flat, x.reshape(-1, x.shape[-1]))
+        return grad @ weight, None, flat.sum(0) if ctx.has_bias else None, None
+
+
+def accumulate_linear(module: nn.Linear, main_grad: Tensor) -> None:
+    """Let a linear layer add its weight's gradient to `main_grad`, `[o, h]`, in backward; the weight gets none."""
+
+    def forward(x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return F.linear(x, module.weight, module.bias)
+        y: Tensor = _Linear.apply(x, module.weight, module.bias, main_grad)
+        return y
+
+    module.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def score_chunk(
+    scores: Tensor, target: Tensor, weights: Tensor, scale: float, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Losses of a chunk of tokens, and the gradient of their weighted sum.
+
+    Args:
+        scores: before scaling, `[t, v]`.
+        target: token ids, int64 `[t]`.
+        weights: with which losses are summed, float32 `[t]`.
+        scale: what scores are multiplied by.
+        vocab_size: columns that are real tokens.
+
+    Returns:
+        Losses, float32 `[t]`, and the gradient, `[t, v]` in the dtype of `scores`.
+    """
+    columns = torch.arange(scores.shape[-1], device=scores.device)
+    wide = scores.float() * scale
+    wide = torch.where(columns < vocab_size, wide, float("-inf"))
+    largest = wide.amax(-1, keepdim=True)
+    powers = (wide - largest).exp()
+    total = powers.sum(-1, keepdim=True)
+    losses = (largest + total.log()).squeeze(-1) - wide.gather(-1, target[:, None]).squeeze(-1)
+    grad = (powers / total - (columns == target[:, None]).float()) * (weights[:, None] * scale)
+    return losses, grad.to(scores.dtype)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        weights: Tensor,
+        options: AccumulatingLoss,
+        scale: float,
+        vocab_size: int,
+    ) -> Tensor:
+        chunk = max(1, options.chunk_scores // weight.shape[0])
+        grad_x = torch.empty_like(x)
+        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        for start in range(0, len(x), chunk):
+            run = slice(start, start + chunk)
+            scores = x[run] @ weight.t()
+            losses[run], grad = options.score(scores, target[run], weights[run], scale, vocab_size)
+            torch.mm(grad, weight, out=grad_x[run])
+            add_product_(options.main_grad, grad, x[run])
+        ctx.save_for_backward(grad_x)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_x,) = ctx.saved_tensors
+        return grad_x, None, None, None, None, None, None
+
+
+class AccumulatingLoss:
+    """Cross entropy with the output projection whose gradients are made in forward.
+
+    Args:
+        main_grad: of the projection, `[v, h]`.
+        score: `score_chunk`, compiled or not.
+        chunk_scores: scores that exist at once.
+    """
+
+    def __init__(
+        self,
+        main_grad: Tensor,
+        *,
+        score: Callable[..., tuple[Tensor, Tensor]] = score_chunk,
+        chunk_scores: int = CHUNK_SCORES,
+    ) -> None:
+        self.main_grad, self.score, self.chunk_scores = main_grad, score, chunk_scores
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, target: Tensor, weights: Tensor, *, vocab_size: int, scale: float
+    ) -> Tensor:
+        """Loss in nats per token, float32 `[b, s]`, to be summed with exactly these weights and differentiated once.
+
+        Args:
+            x: normed hidden states, `[b, s, h]`.
+            weight: output projection, `[v, h]`.
+            target: token ids, int64 `[b, s]`.
+            weights: float32 `[b, s]`; backward's gradient must equal them, as that of `(losses * weights).sum()` does.
+            vocab_size: rows of `weight` that are real tokens.
+            scale: what scores are multiplied by.
+        """
+        losses: Tensor = _Loss.apply(
+            x.flatten(0, 1), weight, target.flatten(), weights.flatten(), self, scale, vocab_size
+        )
+        return losses.view(target.shape)

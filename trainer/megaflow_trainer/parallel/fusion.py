@@ -1,0 +1,56 @@
+"""What makes a step faster without changing its maths: compiled blocks, and gradients that products accumulate.
+
+Compiled: each block by itself, whole and with static shapes, so that all blocks share one compilation. Accumulated:
+`ops/accumulate.py`, for the linear layers of the blocks and for the output projection, where the main gradients are
+wider than the weights and their buffer is whole (ZeRO 0 and 1, no pipeline, layers not shared by ranks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaflow_trainer.model.gpt import GPT, Block
+from megaflow_trainer.ops.accumulate import AccumulatingLoss, accumulate_linear, score_chunk
+from megaflow_trainer.parallel.buckets import Bucket, Slot
+from megaflow_trainer.parallel.data import MainGradients
+
+
+def compile_blocks(model: GPT) -> None:
+    """Compile every block's forward (and so its backward)."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
+    for block in blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+
+
+def can_accumulate(gradients: MainGradients) -> bool:
+    """Whether products may add to the main gradients: wider than the weights, and in one buffer all the time."""
+    slots = [slot for bucket in gradients.buckets for slot in bucket.slots]
+    is_wider = all(slot.weight.dtype != gradients.dtype for slot in slots)
+    return gradients.options.zero < 2 and is_wider
+
+
+def accumulate_in_products(model: GPT, gradients: MainGradients, *, is_compiled: bool) -> None:
+    """Let linear layers of blocks and the output projection add to the main gradients."""
+    slots: dict[Tensor, tuple[Bucket, Slot]] = {
+        slot.weight: (bucket, slot) for bucket in gradients.buckets for slot in bucket.slots
+    }
+
+    def view(slot: Slot) -> Tensor:
+        full = slots[slot.weight][0].full
+        assert full is not None, "whole all the time"
+        return slot.view(full)
+
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
+        own = [module for module in block.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
+        for module in own:
+            accumulate_linear(module, view(slots[module.weight][1]))
+    weight = model.output_weight
+    assert isinstance(weight, nn.Parameter), "of a plain model"
+    _, slot = slots[weight]
+    score: Callable[..., Any] = torch.compile(score_chunk, dynamic=False) if is_compiled else score_chunk
+    model.accumulating_loss = AccumulatingLoss(view(slot), score=score)
