@@ -30,8 +30,8 @@ def train_with(
     """Train while rank 1 meets a bad sample in the steps from `first` to `last`; the weights' sums at the end."""
     keep, counts = step_module.sum_losses, [0]
 
-    def spoil(model: Any, batch: Any, keys: Any) -> Any:
-        loss, by_sample = keep(model, batch, keys)
+    def spoil(model: Any, batch: Any, *rest: Any) -> Any:
+        loss, by_sample = keep(model, batch, *rest)
         counts[0] += 1
         step = (counts[0] + 1) // 2
         if mesh.rank != BAD_RANK or not first <= step <= last or counts[0] % 2 == 0:

@@ -12,6 +12,7 @@ from torch import nn
 from helpers.pairs import write_pair
 from helpers.runs import read_metrics, run_tiny
 from megaflow_trainer.ops.accumulate import AccumulatingLoss, accumulate_linear
+from megaflow_trainer.parallel import fusion
 from megaflow_trainer.training import build
 
 LENGTH = ["--train-iters", "6", "--global-batch-size", "8", "--micro-batch-size", "2", "--lr-decay-style", "constant"]
@@ -89,6 +90,11 @@ def test_a_run_that_accumulates_in_products_is_the_run_without(
     run_tiny(prefix, [*words, "--run-dir", str(tmp_path / "plain")])
     monkeypatch.setattr(build, "_can_accumulate", lambda config, mesh: True)
     monkeypatch.setattr("megaflow_trainer.parallel.apply.can_accumulate", lambda gradients: True)
+    keep = fusion.accumulate_in_products
+    monkeypatch.setattr(
+        "megaflow_trainer.parallel.apply.accumulate_in_products", lambda *a, **_: keep(*a, is_compiled=True)
+    )
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     run_tiny(prefix, [*words, "--run-dir", str(tmp_path / "fused")])
     plain, fused = (read_metrics(tmp_path / name) for name in ("plain", "fused"))
     loose = "16" in flags

@@ -115,8 +115,8 @@ def test_a_step_waits_for_nothing_on_the_host(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append("device"))
     keep, counts = step_module.sum_losses, [0]
 
-    def spoil(model: Any, batch: Any, keys: Any) -> Any:
-        loss, by_sample = keep(model, batch, keys)
+    def spoil(model: Any, batch: Any, *rest: Any) -> Any:
+        loss, by_sample = keep(model, batch, *rest)
         counts[0] += 1
         return (loss * torch.nan, by_sample * torch.nan) if counts[0] == 5 else (loss, by_sample)
 

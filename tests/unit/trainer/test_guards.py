@@ -214,8 +214,8 @@ def test_a_run_tells_its_spikes_as_it_is_asked_to(
 ) -> None:
     keep, counts = step_module.sum_losses, [0]
 
-    def spoil(model: Any, batch: Any, keys: Any) -> Any:
-        loss, by_sample = keep(model, batch, keys)
+    def spoil(model: Any, batch: Any, *rest: Any) -> Any:
+        loss, by_sample = keep(model, batch, *rest)
         counts[0] += 1
         return (loss * 20, by_sample * torch.tensor([[20.0], [1.0]])) if counts[0] == 40 else (loss, by_sample)
 
@@ -236,8 +236,8 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run_after_n(
 ) -> None:
     keep, counts = step_module.sum_losses, [0]
 
-    def spoil(model: Any, batch: Any, keys: Any) -> Any:
-        loss, by_sample = keep(model, batch, keys)
+    def spoil(model: Any, batch: Any, *rest: Any) -> Any:
+        loss, by_sample = keep(model, batch, *rest)
         counts[0] += 1
         return (loss * torch.nan, by_sample * torch.nan) if 3 <= counts[0] < 3 + 2 * bad else (loss, by_sample)
 

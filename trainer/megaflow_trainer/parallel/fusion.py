@@ -7,9 +7,6 @@ wider than the weights and their buffer is whole (ZeRO 0 and 1, no pipeline, lay
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -35,7 +32,7 @@ def can_accumulate(gradients: MainGradients) -> bool:
 
 
 def accumulate_in_products(model: GPT, gradients: MainGradients, *, is_compiled: bool) -> None:
-    """Let linear layers of blocks and the output projection add to the main gradients."""
+    """Let linear layers of blocks add to the main gradients, and in a compiled model the output projection too."""
     slots: dict[Tensor, tuple[Bucket, Slot]] = {
         slot.weight: (bucket, slot) for bucket in gradients.buckets for slot in bucket.slots
     }
@@ -49,8 +46,8 @@ def accumulate_in_products(model: GPT, gradients: MainGradients, *, is_compiled:
         own = [module for module in block.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
         for module in own:
             accumulate_linear(module, view(slots[module.weight][1]))
+    if not is_compiled:  # written out, the steps of the loss pass over the scores more often than torch's own loss does
+        return
     weight = model.output_weight
     assert isinstance(weight, nn.Parameter), "of a plain model"
-    _, slot = slots[weight]
-    score: Callable[..., Any] = torch.compile(score_chunk, dynamic=False) if is_compiled else score_chunk
-    model.accumulating_loss = AccumulatingLoss(view(slot), score=score)
+    model.accumulating_loss = AccumulatingLoss(view(slots[weight][1]), score=torch.compile(score_chunk, dynamic=False))
