@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Training steps on one GPU, rows of the table in docs/performance-log.md: real data through the loader, whole steps.
+"""Training steps on GPUs, rows of the tables in docs/performance-log.md: real data through the loader, whole steps.
 
     python3 benches/gpu/train.py --data PREFIX                       # all rows
     python3 benches/gpu/train.py --data PREFIX gpt2-124m gpt-1.3b --flags="--compile" --flags=""
@@ -39,7 +39,16 @@ COMMON = (
     "--bf16 --vocab-size 50257 --make-vocab-size-divisible-by 128 --hidden-dropout 0 --attention-dropout 0 --lr 3e-4 "
     "--min-lr 3e-5 --lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.1 --eval-interval 0 --split 100,0,0"
 )
-SHOWN = ("tokens_per_s_per_gpu", "mfu", "step_time_s", "loader_bound_s", "other_s", "memory_peak_bytes", "lm_loss")
+SHOWN = (
+    "tokens_per_s_per_gpu",
+    "mfu",
+    "step_time_s",
+    "loader_bound_s",
+    "communication_s",
+    "other_s",
+    "memory_peak_bytes",
+    "lm_loss",
+)
 
 
 def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -47,7 +56,9 @@ def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         steps = ["--train-iters", str(options.steps), "--log-interval", str(options.window), "--run-dir", folder]
         words = [*ROWS[row].split(), *COMMON.split(), *flags.split(), "--data-path", options.data, *steps]
-        command = [sys.executable, str(ROOT / "trainer" / "pretrain.py"), *words]
+        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
+        launcher = ranks if options.ranks > 1 else []
+        command = [sys.executable, *launcher, str(ROOT / "trainer" / "pretrain.py"), *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             return {"row": row, "flags": flags, "error": (done.stderr or done.stdout)[-1500:]}
@@ -62,6 +73,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (default: all but tiny)")
     parser.add_argument("--data", required=True, metavar="PREFIX", help="a .bin/.idx pair of GPT-2's vocabulary")
     parser.add_argument("--flags", action="append", default=[], help="more flags; repeated: that many runs a row")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of a run (default: 1)")
     parser.add_argument("--steps", type=int, default=30, help="steps of a run (default: 30)")
     parser.add_argument("--window", type=int, default=10, help="steps of the figures (default: 10)")
     parser.add_argument("--out", type=Path, default=ROOT / "benches" / "results" / "gpu-train.json")

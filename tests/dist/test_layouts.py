@@ -214,6 +214,16 @@ def test_16_bits_stay_close_to_one_rank(eight_ranks: RankPool, precision: str, l
         assert difference["norms"] <= 5e-2, difference
 
 
+@pytest.mark.slow  # compiling takes its time
+@pytest.mark.parametrize(
+    ("layout", "num_ranks"),
+    [(f"{TP2} {SP}", 2), (ZERO1, 2), (PP2, 2), (CP2, 2), (f"{CP2} {CP_KINDS['a2a']}", 2), (f"{TP2} {PP2}", 4)],
+    ids=["tp2_sp", "zero1", "pp2", "cp2", "cp2_a2a", "tp2pp2"],
+)
+def test_compiled_blocks_equal_one_rank_without(eight_ranks: RankPool, layout: str, num_ranks: int) -> None:
+    compare(eight_ranks, Case("llama", f"{layout} {SMALL} --compile", num_ranks))
+
+
 WHOLE = {
     f"{TP2} {SP} {ZERO1}": Layout(tp=2, dp_shard=2),
     PP2: Layout(pp=2, dp_replicate=2),

@@ -118,10 +118,10 @@ def check_parallel(config: TrainConfig, *, world_size: int) -> list[str]:
             "parallel.zero 3 gathers weights for backward, which recompute.compression and is_offloaded would "
             "take for activations; drop them, or give zero 1 or 2"
         )
-    if config.step.is_compiled and (own.tp > 1 or own.cp > 1 or own.zero == 3):
+    if config.step.is_compiled and own.zero == 3:
         faults.append(
-            f"step.is_compiled: this version does not compile blocks that communicate (parallel.tp {own.tp}, cp "
-            f"{own.cp}, zero {own.zero}); drop it, or divide by pp, dp and zero 1 or 2"
+            "parallel.zero 3 gathers weights inside of blocks, and this version does not compile those; drop "
+            "step.is_compiled, or give zero 1 or 2"
         )
     if config.step.is_compiled and own.pp > 1 and own.schedule in ("zero_bubble", "zbv"):
         faults.append(

@@ -121,7 +121,7 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
         copy_from_first(weight.data, mesh.gradient_group)
     apply_recompute(model, plan.recompute, plan.recomputed_parts)
     if plan.is_compiled:
-        compile_blocks(model)
+        compile_blocks(model, is_whole=mesh.tp_group is None and mesh.cp_group is None)
     gradients = collect_gradients(model, mesh, parts, plan)
     if plan.accumulates and isinstance(gradients, MainGradients) and can_accumulate(gradients):
         accumulate_in_products(model, gradients, is_compiled=plan.is_compiled)

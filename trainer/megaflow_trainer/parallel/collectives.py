@@ -72,30 +72,35 @@ def own_group(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | N
     dist.destroy_process_group(made)
 
 
+@torch.compiler.disable
 def copy_into(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """`x` where every rank of `group` computes with it another part; backward adds their gradients (all-reduce)."""
     copied: Tensor = x if group is None else _CopyInto.apply(x, group)
     return copied
 
 
+@torch.compiler.disable
 def sum_from(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum of the parts of all ranks of `group` (all-reduce); backward hands the gradient on as it is."""
     total: Tensor = x if group is None else _SumFrom.apply(x, group)
     return total
 
 
+@torch.compiler.disable
 def gather_tokens(x: Tensor, group: dist.ProcessGroup | None, dim: int = 1) -> Tensor:
     """Tensors of all ranks of `group` joined along `dim` (all-gather); backward adds gradients and divides them."""
     joined: Tensor = x if group is None else _GatherTokens.apply(x, group, dim)
     return joined
 
 
+@torch.compiler.disable
 def scatter_sums(x: Tensor, group: dist.ProcessGroup | None, dim: int = 1) -> Tensor:
     """This rank's run along `dim` of the sum over `group` (reduce-scatter); backward joins gradients (all-gather)."""
     part: Tensor = x if group is None else _ScatterSums.apply(x, group, dim)
     return part
 
 
+@torch.compiler.disable
 def exchange(x: Tensor, group: dist.ProcessGroup | None, *, cut: int, join: int) -> Tensor:
     """Cut `x` along one dim into a part for each rank and join what arrives along another (all-to-all)."""
     arrived: Tensor = x if group is None else _Exchange.apply(x, group, cut, join)

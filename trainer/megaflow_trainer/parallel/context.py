@@ -128,6 +128,7 @@ class RingAttention:
     ranks: ContextRanks
     core: Callable[..., Tensor]
 
+    @torch.compiler.disable
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None, scale: float | None = None
     ) -> Tensor:

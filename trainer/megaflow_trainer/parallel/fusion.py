@@ -1,8 +1,9 @@
 """What makes a step faster without changing its maths: compiled blocks, and gradients that products accumulate.
 
-Compiled: each block by itself, whole and with static shapes, so that all blocks share one compilation. Accumulated:
-`ops/accumulate.py`, for the linear layers of the blocks and for the output projection, where the main gradients are
-wider than the weights and their buffer is whole (ZeRO 0 and 1, no pipeline, layers not shared by ranks).
+Compiled: each block by itself, with static shapes, so that all blocks share one compilation; whole, or where ranks
+share layers or sequences the parts between their collectives. Accumulated: `ops/accumulate.py`, for the linear layers
+of the blocks and for the output projection, where the main gradients are wider than the weights and their buffer is
+whole (ZeRO 0 and 1, no pipeline, layers not shared by ranks).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from megaflow_trainer.parallel.buckets import Bucket, Slot
 from megaflow_trainer.parallel.data import MainGradients
 
 
-def compile_blocks(model: GPT) -> None:
-    """Compile every block's forward (and so its backward)."""
+def compile_blocks(model: GPT, *, is_whole: bool) -> None:
+    """Compile every block's forward (and so its backward), `is_whole` or in parts between what ranks exchange."""
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
     for block in blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, fullgraph=is_whole, dynamic=False)  # type: ignore[method-assign]
 
 
 def can_accumulate(gradients: MainGradients) -> bool:
