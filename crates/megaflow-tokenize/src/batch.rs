@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
+use crate::simd;
 use crate::{EncodeOptions, SpecialTokensInText, TokenizeError, Tokenizer};
 
 /// Bytes of text that a thread takes at a time; longer texts are cut where that changes no id.
@@ -19,6 +20,18 @@ pub struct EncodedBatch {
     pub offsets: Vec<i64>,
     /// Places where text spelled a special token.
     pub special_hits: u64,
+}
+
+/// Bytes of text for which room for one id is made at first; it is given back where ids are fewer.
+const BYTES_AN_ID: usize = 4;
+
+impl EncodedBatch {
+    /// An empty batch, with room for the ids of about `bytes` bytes of text.
+    fn with_room(bytes: usize) -> Self {
+        let mut batch = Self { offsets: vec![0], ..Self::default() };
+        simd::make_room(&mut batch.ids, bytes / BYTES_AN_ID);
+        batch
+    }
 }
 
 /// A part of a text; `ends_text` says whether it is the last one.
@@ -71,6 +84,7 @@ impl Joined {
             Err(error) => self.error = Some(error),
             Ok(chunk) => {
                 let before = self.batch.ids.len();
+                simd::make_room(&mut self.batch.ids, chunk.ids.len());
                 self.batch.ids.extend_from_slice(&chunk.ids);
                 self.batch.offsets.extend(chunk.ends.iter().map(|end| (before + end) as i64));
                 self.batch.special_hits += chunk.special_hits;
@@ -92,14 +106,49 @@ impl Tokenizer {
     ) -> Result<EncodedBatch, TokenizeError> {
         let pieces = self.pieces(texts, options);
         let chunks = chunks_of(&pieces);
+        let batch = EncodedBatch::with_room(texts.iter().map(|text| text.len()).sum());
+        let mut batch = match threads.min(chunks.len()) {
+            0 | 1 => self.encode_alone(&pieces, options, batch)?,
+            threads => self.encode_together(&chunks, options, threads, batch)?,
+        };
+        batch.ids.shrink_to_fit();
+        Ok(batch)
+    }
+
+    /// Encodes pieces on this thread, to the end of `batch`.
+    fn encode_alone(
+        &self,
+        pieces: &[Piece<'_>],
+        options: EncodeOptions,
+        mut batch: EncodedBatch,
+    ) -> Result<EncodedBatch, TokenizeError> {
+        let mut encoder = self.encoder(options)?;
+        for piece in pieces {
+            encoder.encode(piece.text, &mut batch.ids)?;
+            if piece.ends_text {
+                batch.offsets.push(batch.ids.len() as i64);
+            }
+        }
+        batch.special_hits = encoder.special_hits();
+        self.put_back(encoder);
+        Ok(batch)
+    }
+
+    /// Encodes chunks on several threads, to the end of `batch`.
+    fn encode_together(
+        &self,
+        chunks: &[&[Piece<'_>]],
+        options: EncodeOptions,
+        threads: usize,
+        batch: EncodedBatch,
+    ) -> Result<EncodedBatch, TokenizeError> {
         let next = AtomicUsize::new(0);
-        let batch = EncodedBatch { offsets: vec![0], ..EncodedBatch::default() };
         let joined = Mutex::new(Joined { batch, ..Joined::default() });
         thread::scope(|scope| {
-            let work = || self.encode_chunks(&chunks, options, &next, &joined);
+            let work = || self.encode_chunks(chunks, options, &next, &joined);
             // Where the system has no more threads, fewer do it.
             let other = |_| thread::Builder::new().spawn_scoped(scope, work).ok();
-            let others: Vec<_> = (1..threads.clamp(1, chunks.len().max(1))).map_while(other).collect();
+            let others: Vec<_> = (1..threads).map_while(other).collect();
             let own = work();
             others.into_iter().fold(own, |outcome, other| match other.join() {
                 Ok(other) => outcome.and(other),

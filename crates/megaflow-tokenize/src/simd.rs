@@ -118,27 +118,48 @@ pub(crate) fn as_chunks_of_4(bytes: &[u8]) -> &[[u8; 4]] {
     unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast::<[u8; 4]>(), bytes.len() / 4) }
 }
 
-/// Asks the system to back a large table with large pages: fewer misses of the address translation.
-pub(crate) fn advise_huge_pages(words: &[u64]) {
+/// Makes room for `more` elements behind those of a vector. Large room is asked for in large pages: what encoding writes is
+/// new memory, and small pages of it cost more time than what fills them.
+#[inline]
+pub(crate) fn make_room<T: Copy>(vector: &mut Vec<T>, more: usize) {
+    if vector.capacity() - vector.len() < more {
+        grow(vector, more);
+    }
+}
+
+#[cold]
+fn grow<T: Copy>(vector: &mut Vec<T>, more: usize) {
+    if vector.len() < vector.capacity() / 2 {
+        // Growing in place would carry over, and so touch, all room that nothing was written to.
+        let mut roomier = Vec::with_capacity(vector.len() + more);
+        advise_huge_pages(&roomier);
+        roomier.extend_from_slice(vector);
+        *vector = roomier;
+    } else {
+        vector.reserve(more);
+        advise_huge_pages(vector);
+    }
+}
+
+/// Asks the system to back a large vector, and the room behind its elements, with large pages: fewer misses of the address
+/// translation, and one interruption for 2 MB instead of 512.
+pub(crate) fn advise_huge_pages<T>(vector: &Vec<T>) {
     #[cfg(all(target_os = "linux", not(miri)))] // which has no pages
     {
         const PAGE: usize = 4096;
-        let start = (words.as_ptr() as usize).next_multiple_of(PAGE);
-        let end = (words.as_ptr() as usize + size_of_val(words)) / PAGE * PAGE;
-        if end > start + (2 << 20) {
-            let offset = start - words.as_ptr() as usize;
-            // SAFETY: the range is whole pages of one live allocation, and the advice changes no content.
-            let _ = unsafe {
-                rustix::mm::madvise(
-                    words.as_ptr().cast::<u8>().wrapping_add(offset).cast_mut().cast(),
-                    end - start,
-                    rustix::mm::Advice::LinuxHugepage,
-                )
-            };
+        // Whole pages outward: a mapping of which only a part was advised would be two to the system, and could not be
+        // moved as one when its vector grows.
+        let (back, bytes) = (vector.as_ptr() as usize % PAGE, vector.capacity() * size_of::<T>());
+        if bytes > 2 << 20 {
+            let start = vector.as_ptr().cast::<u8>().wrapping_sub(back).cast_mut();
+            let len = (back + bytes).next_multiple_of(PAGE);
+            // SAFETY: each page of the range holds a byte of a live allocation, so it is mapped; the advice changes no
+            // content of it.
+            let _ = unsafe { rustix::mm::madvise(start.cast(), len, rustix::mm::Advice::LinuxHugepage) };
         }
     }
     #[cfg(not(all(target_os = "linux", not(miri))))]
-    let _ = words;
+    let _ = vector;
 }
 
 /// Asks for a cache line that will be read soon.

@@ -218,10 +218,10 @@ impl Tokenizer {
         if !self.inner.engine.cuts_at_blanks() {
             return None;
         }
-        let rest = text.as_bytes().get(near..)?;
-        let is_cut =
-            |three: &[u8]| three[0].is_ascii_alphabetic() && three[1] == b' ' && three[2].is_ascii_alphabetic();
-        rest.windows(3).position(is_cut).map(|place| near + place + 1)
+        let (text, near) = (text.as_bytes(), near.max(1));
+        let is_letter = |place: usize| text.get(place).is_some_and(u8::is_ascii_alphabetic);
+        let mut blanks = memchr::memchr_iter(b' ', text.get(near..)?).map(|place| near + place);
+        blanks.find(|&blank| is_letter(blank - 1) && is_letter(blank + 1))
     }
 
     /// Number of ids, added tokens included: every id is below it.

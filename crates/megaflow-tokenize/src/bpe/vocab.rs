@@ -26,6 +26,8 @@ use super::pairs::MAX_TOKENS;
 use super::small::{Bytes, SMALL};
 use super::trie::{NONE, Trie};
 use crate::TokenizeError;
+use crate::scan::run_of_one_byte;
+use crate::simd::make_room;
 
 /// A merge, by the ids of the vocabulary.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -103,6 +105,8 @@ struct Shorter {
 /// A vocabulary ready to encode.
 pub(crate) struct Tables {
     shorter: Vec<Shorter>,
+    /// Bytes of each token.
+    lens: Vec<u32>,
     /// Ids as the vocabulary writes them, by age.
     ids: Vec<u32>,
     borders: Borders,
@@ -141,8 +145,7 @@ const LONG_RUN: usize = 64;
 /// Memory that encoding reuses.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    /// Tokens, and where each begins.
-    stack: Vec<(u32, u32)>,
+    /// Places from which there is no way on, one bit each.
     dead: Vec<u64>,
     pub(super) heap: super::heap::HeapScratch,
 }
@@ -164,6 +167,7 @@ impl Tables {
         let mut age_of = vec![NONE; max_id + 1];
         let mut tables = Self {
             shorter: Vec::new(),
+            lens: Vec::new(),
             ids: Vec::with_capacity(source.tokens.len()),
             borders: Borders::with_capacity(source.tokens.len()),
             trie: Trie::build(&[]).ok_or_else(|| TokenizeError::invalid("empty trie"))?,
@@ -268,6 +272,7 @@ impl Tables {
         let mut entries: Vec<(&[u8], u32)> =
             (0..).zip(&self.ids).map(|(age, &id)| (text_of[id as usize], age)).collect();
         entries.sort_unstable();
+        self.lens = self.ids.iter().map(|&id| text_of[id as usize].len() as u32).collect();
         self.shorter = vec![Shorter { prefix: NONE, len: 0 }; entries.len()];
         let mut open: Vec<(&[u8], u32)> = Vec::new();
         for &(text, age) in &entries {
@@ -310,9 +315,10 @@ impl Tables {
                 return true;
             }
         }
+        let begin = out.len();
         if let Some(late) = self.late.as_ref().filter(|late| late.concerns(word)) {
             return late.heap.encode_word(word, &self.trie, &self.ids, &mut scratch.heap, out, |word, out| {
-                self.push_unknown(word, out)
+                self.push_unknown(word, begin, out)
             });
         }
         let first = self.trie.longest(word);
@@ -336,7 +342,7 @@ impl Tables {
     /// equal symbols merge from left to right before anything else does. That takes logarithmic time.
     fn ids_of_run(&self, word: &[u8], out: &mut Vec<u32>) -> bool {
         let (symbol, _) = self.trie.longest(&word[..1]);
-        if symbol == NONE || word.iter().any(|&byte| byte != word[0]) {
+        if symbol == NONE || word[0] != word[word.len() - 1] || run_of_one_byte(word) < word.len() {
             return false;
         }
         let mut runs = vec![(symbol, word.len())];
@@ -372,51 +378,55 @@ impl Tables {
             }
             runs = next;
         }
+        make_room(out, runs.iter().map(|(_, count)| count).sum());
         for (token, count) in runs {
             out.resize(out.len() + count, self.ids[token as usize]);
         }
         true
     }
 
-    /// Appends the ids of the unknown character that begins `word`, and returns its length; 0 if it has no ids.
-    fn push_unknown(&self, word: &[u8], out: &mut Vec<u32>) -> usize {
-        let len = 1 + word[1..].iter().take_while(|&&byte| byte & 0xC0 == 0x80).count();
+    /// Appends the ids of the unknown character that begins `rest` of a word whose ids begin at `begin`, and returns its
+    /// length; 0 if it has no ids.
+    fn push_unknown(&self, rest: &[u8], begin: usize, out: &mut Vec<u32>) -> usize {
+        let len = 1 + rest[1..].iter().take_while(|&&byte| byte & 0xC0 == 0x80).count();
         match &self.unknown {
             Unknown::Never => return 0,
-            Unknown::Bytes(ids) => out.extend(word[..len].iter().map(|&byte| ids[usize::from(byte)])),
-            Unknown::Token { id, fused } if *fused && out.last() == Some(id) => {}
+            Unknown::Bytes(ids) => out.extend(rest[..len].iter().map(|&byte| ids[usize::from(byte)])),
+            Unknown::Token { id, fused } if *fused && out[begin..].last() == Some(id) => {}
             Unknown::Token { id, .. } => out.push(*id),
         }
         len
     }
 
     /// Finds the one row of tokens in which all neighbours fit, longest tokens first; a place from which there is no way
-    /// on is tried once only, which makes the search linear in the word's length.
+    /// on is tried once only, which makes the search linear in the word's length. Tokens stand in `out` until they are final.
     fn search(&self, word: &[u8], first: (u32, usize), scratch: &mut Scratch, out: &mut Vec<u32>) -> bool {
-        let Scratch { stack, dead, .. } = scratch;
-        stack.clear();
+        let dead = &mut scratch.dead;
         dead.clear();
         dead.resize(word.len() / 64 + 1, 0);
-        let mut at = 0;
+        let (mut at, begin) = (0, out.len());
+        let mut open = begin;
         let (mut token, mut len) = first;
         loop {
             if token == NONE {
                 // Nothing merges with an unknown character: what stands before it is done.
-                out.extend(stack.drain(..).map(|(token, _)| self.ids[token as usize]));
+                out[open..].iter_mut().for_each(|token| *token = self.ids[*token as usize]);
                 if at == word.len() {
                     return true;
                 }
-                match self.push_unknown(&word[at..], out) {
+                match self.push_unknown(&word[at..], begin, out) {
                     0 => return false,
                     len => at += len,
                 }
+                open = out.len();
                 (token, len) = self.trie.longest(&word[at..]);
                 continue;
             }
+            let last = out[open..].last().copied();
             let found = loop {
                 let end = at + len;
                 let alive = dead[end / 64] >> (end % 64) & 1 == 0;
-                if alive && stack.last().is_none_or(|&(last, _)| self.borders.are_neighbours(last, token)) {
+                if alive && last.is_none_or(|last| self.borders.are_neighbours(last, token)) {
                     break Some(end);
                 }
                 let shorter = self.shorter[token as usize];
@@ -427,15 +437,17 @@ impl Tables {
             };
             match found {
                 Some(end) => {
-                    stack.push((token, at as u32));
+                    make_room(out, 1);
+                    out.push(token);
                     at = end;
                     (token, len) = self.trie.longest(&word[at..]);
                 }
                 None => {
                     dead[at / 64] |= 1 << (at % 64);
-                    let Some((last, start)) = stack.pop() else { return false };
-                    (token, len) = (last, at - start as usize);
-                    at = start as usize;
+                    let Some(last) = last else { return false };
+                    out.pop();
+                    (token, len) = (last, self.lens[last as usize] as usize);
+                    at -= len;
                 }
             }
         }

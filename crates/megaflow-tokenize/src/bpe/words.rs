@@ -3,12 +3,15 @@
 use super::cache::{Found, INLINE, Key, Lines, SHORT, WordCache};
 use super::long::{self, LONGEST, LongCache};
 use super::vocab::{Scratch, Tables};
-use crate::TokenizeError;
+use crate::{TokenizeError, simd};
 
 /// A type that ids are written as.
 pub(crate) trait TokenId: Copy + Default + PartialEq {
     /// Narrows an id; whoever chose the type has checked that the vocabulary fits.
     fn from_id(id: u32) -> Self;
+
+    /// The row itself, if its numbers are as wide as ids.
+    fn as_ids(out: &mut Vec<Self>) -> Option<&mut Vec<u32>>;
 }
 
 impl TokenId for u32 {
@@ -16,12 +19,20 @@ impl TokenId for u32 {
     fn from_id(id: u32) -> Self {
         id
     }
+
+    fn as_ids(out: &mut Vec<Self>) -> Option<&mut Vec<u32>> {
+        Some(out)
+    }
 }
 
 impl TokenId for u16 {
     #[inline]
     fn from_id(id: u32) -> Self {
         id as u16
+    }
+
+    fn as_ids(_: &mut Vec<Self>) -> Option<&mut Vec<u32>> {
+        None
     }
 }
 
@@ -82,6 +93,8 @@ impl WordEncoder {
                 }
                 start = end;
             }
+            out.truncate(len);
+            simd::make_room(out, BATCH * INLINE);
             out.resize(len + BATCH * INLINE, T::default());
             let mut start = batch_start;
             for (index, &end) in batch.iter().enumerate() {
@@ -101,7 +114,13 @@ impl WordEncoder {
                     }
                 } else {
                     let (word, hash) = (&text[start..end], probe.place as u64);
-                    if let Some(ids) = (word.len() <= LONGEST).then(|| self.long.get(word, hash)).flatten() {
+                    if word.len() > LONGEST {
+                        len = self.encode_giant(tables, word, out, len)?;
+                        out.resize(len + (BATCH - index) * INLINE, T::default());
+                        start = end;
+                        continue;
+                    }
+                    if let Some(ids) = self.long.get(word, hash) {
                         let ids = ids.iter().map(|id| u32::from_le_bytes(*id));
                         len = put(ids, out, len, BATCH - index);
                         start = end;
@@ -133,15 +152,33 @@ impl WordEncoder {
         Ok(Lines::Stay)
     }
 
-    /// Puts the ids of a long word that is not in the cache into `self.ids`.
+    /// Puts the ids of a word of at most [`LONGEST`] bytes that is not in the cache into `self.ids`.
     #[inline(never)]
     fn encode_long(&mut self, tables: &Tables, word: &[u8], hash: u64) -> Result<(), TokenizeError> {
         self.ids.clear();
         encode_word(tables, word, &mut self.scratch, &mut self.ids)?;
-        if word.len() <= LONGEST {
-            self.long.insert(word, hash, &self.ids);
-        }
+        self.long.insert(word, hash, &self.ids);
         Ok(())
+    }
+
+    /// Writes the ids of a word that no cache keeps at `len`, and returns the place behind them, which is the end of `out`.
+    #[inline(never)]
+    fn encode_giant<T: TokenId>(
+        &mut self,
+        tables: &Tables,
+        word: &[u8],
+        out: &mut Vec<T>,
+        len: usize,
+    ) -> Result<usize, TokenizeError> {
+        out.truncate(len);
+        if let Some(ids) = T::as_ids(out) {
+            encode_word(tables, word, &mut self.scratch, ids)?;
+        } else {
+            self.ids.clear();
+            encode_word(tables, word, &mut self.scratch, &mut self.ids)?;
+            out.extend(self.ids.iter().map(|&id| T::from_id(id)));
+        }
+        Ok(out.len())
     }
 }
 

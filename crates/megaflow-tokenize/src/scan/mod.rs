@@ -162,7 +162,7 @@ impl Scanner {
 }
 
 /// Length of the run of equal bytes that `text` begins with.
-fn run_of_one_byte(text: &[u8]) -> usize {
+pub(crate) fn run_of_one_byte(text: &[u8]) -> usize {
     let Some(&byte) = text.first() else { return 0 };
     let equal =
         text.chunks_exact(64).take_while(|chunk| chunk.iter().fold(0, |diff, &other| diff | (other ^ byte)) == 0);
