@@ -8,8 +8,9 @@
 Every measurement is a fresh process (benches/tokenizer_worker.py) that loads one engine, and the engines take turns.
 Speeds are MB of UTF-8 text per CPU second of all threads. `cold`: the first pass over the input, first call included;
 `warm`: a later pass over the same. Reading the tokenizer is told apart. Each engine runs its fastest batch call from
-Python; ours builds no Python object a token and neither does gigatoken, the others do as their calls do. Our word
-caches live as long as a call: `megaflow` is one call over the input, `megaflow-batches` one for each 1,500 documents.
+Python; ours builds no Python object a token and neither does gigatoken, the others do as their calls do. `megaflow` is
+one call over the input, `megaflow-batches` one for each 1,500 documents, as rivals get them; word caches of all engines
+last from call to call. Texts that are measured cold get a tokenizer of their own.
 """
 
 from __future__ import annotations
@@ -43,8 +44,6 @@ FAST = (OURS, "fastokens", "gigatoken", "tokenizers-rc")
 SLOW = ("tokenizers", "tiktoken")
 SLOW_STEP = 10
 """The slow ones get every tenth document: their speed does not depend on what came before."""
-COPIES = 4
-"""Of the input, in one call, to see our warm speed."""
 MEGABYTE = 1_000_000
 
 
@@ -136,13 +135,7 @@ def one_pass(setting: Setting, name: str, tokenizer: Path, corpus: str, threads:
         first, cold = engine.ask("first"), engine.ask("pass")
         if "error" in cold:
             return cold
-        if name == OURS:
-            # Its caches live as long as a call: what each further copy of the input costs in a call is the warm pass.
-            # The cold pass taken off is a second one, in a process that has its memory, as the longer call has.
-            again, longer = engine.ask("pass"), engine.ask("pass", times=COPIES)
-            warm = {key: (longer[key] - again[key]) / (COPIES - 1) for key in ("cpu_s", "wall_s")}
-        else:
-            warm = engine.ask("pass")
+        warm = engine.ask("pass")
         return Answer(load=load, first=first, cold=cold, warm=warm, megabytes=texts["bytes"] / MEGABYTE)
 
 
@@ -236,18 +229,22 @@ def linear_section(setting: Setting) -> dict[str, Any]:
     print("| text | 1 MB | 16 MB | ratio |\n|---|---|---|---|")
     results = {}
     with Engine(setting, OURS, tokenizer) as engine:
-        engine.ask("load")
-        engine.ask("first")
         for kind in MAKERS:
             figures = []
             for size in (MEGABYTE, 16 * MEGABYTE):
                 engine.ask("text", kind=kind, size=size)
-                repeats = 1 if setting.quick or size > MEGABYTE else 3
-                figures.append(median(engine.ask("pass")["cpu_s"] for _ in range(repeats)) * 1000)
+                figures.append(median(_cold_seconds(engine) for _ in range(1 if setting.quick else 3)) * 1000)
             small, large = figures
             print(f"| {kind} | {small:.1f} | {large:.1f} | {large / small:.1f} |", flush=True)
             results[kind] = {"1 MB": small, "16 MB": large}
     return results
+
+
+def _cold_seconds(engine: Engine) -> float:
+    """CPU time of a pass with a tokenizer that has seen nothing yet."""
+    engine.ask("load")
+    engine.ask("first")
+    return float(engine.ask("pass")["cpu_s"])
 
 
 def memory_section(setting: Setting) -> dict[str, Any]:

@@ -8,7 +8,7 @@ JSON line:
     texts {file, step}    {documents, bytes}                  reads documents, not counted; `step`: every which of them
     text {kind, bytes}    {documents, bytes}                  makes one document (tokenizer_inputs.py)
     first                 {cpu_s, wall_s}                     the first call, on one short text
-    pass {times}          {cpu_s, wall_s}                     encodes all documents, `times` in a row in one go
+    pass                  {cpu_s, wall_s}                     encodes all documents
     peak                  {growth_bytes, ids}                 the same once, with the largest growth of anonymous memory
     hashes {file}         {documents, tokens}                 one hash a document of its ids, to a file
 """
@@ -34,7 +34,7 @@ BATCH = 1500
 
 
 class Megaflow:
-    """`encode_batch` over all documents: the word caches live as long as a call."""
+    """`encode_batch` over all documents in one call."""
 
     whole = True
 
@@ -54,7 +54,7 @@ class Megaflow:
 
 
 class MegaflowBatches(Megaflow):
-    """The same in batches as rivals get them: each call begins with empty caches."""
+    """The same in batches as rivals get them."""
 
     whole = False
 
@@ -197,13 +197,13 @@ class Worker:
         self.engine.encode(["a"])
         return _since(start)
 
-    def batches(self, times: int) -> list[list[str]]:
+    def batches(self) -> list[list[str]]:
         if self.engine.whole:
-            return [self.texts * times]
-        return [self.texts[at : at + BATCH] for at in range(0, len(self.texts), BATCH)] * times
+            return [self.texts]
+        return [self.texts[at : at + BATCH] for at in range(0, len(self.texts), BATCH)]
 
-    def measure(self, times: int = 1, **_: Any) -> dict[str, Any]:
-        batches = self.batches(times)
+    def measure(self, **_: Any) -> dict[str, Any]:
+        batches = self.batches()
         start = time.process_time(), time.perf_counter()
         for batch in batches:
             self.engine.encode(batch)
@@ -220,7 +220,7 @@ class Worker:
         watcher = threading.Thread(target=watch)
         watcher.start()
         count = 0
-        for batch in self.batches(1):
+        for batch in self.batches():
             result = self.engine.encode(batch)
             most = max(most, _anonymous_bytes())
             if self.engine.whole:
@@ -235,7 +235,7 @@ class Worker:
     def hashes(self, file: str, **_: Any) -> dict[str, Any]:
         count = tokens = 0
         with Path(file).open("wb") as out:
-            for batch in self.batches(1):
+            for batch in self.batches():
                 for row in self.engine.rows(self.engine.encode(batch)):
                     ids = array("I", [int(token) for token in row])
                     out.write(hashlib.blake2b(ids.tobytes(), digest_size=16).digest())

@@ -55,7 +55,7 @@ class PreprocessOptions:
     special_tokens_in_text: Literal["text", "encode", "error"] = "text"
     """What text that spells a special token becomes: ordinary text, the token, or a bad record."""
     add_special_tokens: bool = False
-    """Whether the tokenizer's post-processor may add its tokens (often a BOS) to each text."""
+    """Whether the tokenizer's post-processor adds its tokens (often a BOS) to each text; an error if it has none."""
     workers: int = field(
         default_factory=lambda: (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

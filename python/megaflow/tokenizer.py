@@ -67,6 +67,7 @@ class Tokenizer:
                 f"{name}: tokenizers are fetched by name with the package huggingface_hub: pip install huggingface_hub"
             ) from None
         wanted = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"]
+        wanted += ["tekken.json", "*.tiktoken", "tiktoken.model", "tiktoken_config.json"]
         try:
             folder = snapshot_download(name, revision=revision, allow_patterns=wanted)
         except (OSError, ValueError) as error:
@@ -133,13 +134,14 @@ class Tokenizer:
             text: any text.
             special_tokens_in_text: what text that spells a special token becomes: `text` (ordinary text), `encode` (the
                 token) or `error`.
-            add_special_tokens: whether the tokenizer's post-processor may add its tokens, often a BOS.
+            add_special_tokens: whether the tokenizer's post-processor adds its tokens, often a BOS.
 
         Returns:
             uint32 `[tokens]`.
 
         Raises:
-            TokenizerError: under `error`, if the text spells a special token; if the text has a lone surrogate.
+            TokenizerError: if tokens are to be added and the tokenizer has none to add (`added_special_tokens`); under
+                `error`, if the text spells a special token; if the text has a lone surrogate.
         """
         try:
             return self._core.encode(
@@ -229,6 +231,11 @@ class Tokenizer:
         return self._core.special_ids
 
     @property
+    def added_special_tokens(self) -> list[int]:
+        """Ids that the post-processor adds to each text if that is asked for, such as a BOS; often there are none."""
+        return self._core.added_special_tokens()
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 over vocabulary, merges and rules: equal for two files that describe the same tokenizer."""
         return self._core.fingerprint
@@ -242,7 +249,7 @@ class Tokenizer:
         return f"Tokenizer({self.type}, {self.vocab_size} ids, {self.engine})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _load, (self.type, [str(path) for path in self._core.files])
+        return _load, (self.type, [str(path) for path in self._core.files], self.fingerprint)
 
 
 def _lone_surrogate(error: UnicodeEncodeError, which: str) -> TokenizerError:
@@ -259,6 +266,13 @@ def _has_ranks(files: Sequence[StrPath]) -> bool:
     return len(files) == 2 and Path(files[1]).name == "tiktoken_config.json"
 
 
-def _load(tokenizer_type: str, paths: list[str]) -> Tokenizer:
+def _load(tokenizer_type: str, paths: list[str], fingerprint: str) -> Tokenizer:
+    """What a pickle becomes: the same files read again, if they still hold the same tokenizer."""
     named = paths[:1] if _has_ranks(paths) else paths
-    return Tokenizer(_core.Tokenizer.load(*(Path(path) for path in named)), tokenizer_type)
+    core = _core.Tokenizer.load(*(Path(path) for path in named))
+    if core.fingerprint != fingerprint:
+        raise TokenizerError(
+            f"{paths[0]}: holds another tokenizer than the one that was pickled: its fingerprint is "
+            f"{core.fingerprint}, that of the pickled one {fingerprint}; put the file back, or make the tokenizer anew"
+        )
+    return Tokenizer(core, tokenizer_type)

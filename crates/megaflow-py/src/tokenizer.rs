@@ -113,6 +113,11 @@ impl PyTokenizer {
         self.tokenizer.special_ids()
     }
 
+    /// Ids that the post-processor adds to each text where that is asked for.
+    fn added_special_tokens(&self) -> PyResult<Vec<u32>> {
+        self.tokenizer.added_special_tokens().map(<[u32]>::to_vec).map_err(IntoPyErr::into_py_err)
+    }
+
     #[pyo3(signature = (token=None))]
     fn eod(&self, token: Option<&str>) -> PyResult<Option<(String, u32)>> {
         self.tokenizer.eod(token).map_err(IntoPyErr::into_py_err)

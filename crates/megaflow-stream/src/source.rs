@@ -37,6 +37,7 @@ impl StreamSource {
         start: Option<StreamState>,
     ) -> Result<Self, StreamError> {
         options.check()?;
+        tokenizer.check(options.encode)?;
         let shards = plan(&sources, &options)?;
         let lanes = num_lanes(shards.len(), &options);
         let start = start.unwrap_or_else(|| StreamState::start(lanes));

@@ -40,6 +40,22 @@ pub enum TokenizeError {
         /// Entries of the vocabulary.
         vocab_size: u64,
     },
+    /// Asked for the tokens around a text, and there are none.
+    #[error(
+        "asked to add special tokens (a BOS or the like) to each text, but this tokenizer has no rule that adds any; leave \
+         add_special_tokens off, or take a tokenizer.json whose post_processor adds them"
+    )]
+    NothingToAdd,
+    /// The rule that adds tokens names one that does not exist.
+    #[error(
+        "the tokenizer's post_processor adds the id {id}, which is outside the vocabulary of {vocab_size} ids; mend its file"
+    )]
+    AddsUnknownId {
+        /// The id.
+        id: u32,
+        /// Entries of the vocabulary.
+        vocab_size: u64,
+    },
     /// An id outside the vocabulary.
     #[error("token id {id} is outside the vocabulary of {vocab_size} ids")]
     UnknownId {

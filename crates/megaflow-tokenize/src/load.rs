@@ -19,7 +19,8 @@ pub struct TokenizerFiles {
 
 impl TokenizerFiles {
     /// Loads a `tokenizer.json`, a SentencePiece `.model`, tiktoken ranks with their configuration beside them, a
-    /// `tekken.json`, or a folder that holds a `tokenizer.json`, `vocab.json` and `merges.txt`, or `tokenizer.model`.
+    /// `tekken.json`, or a folder that holds one: the first there is of `tokenizer.json`, `vocab.json` and `merges.txt`,
+    /// `tokenizer.model`, `tekken.json` and the one file of tiktoken ranks.
     ///
     /// # Errors
     /// [`TokenizeError`] naming the file and what was found in it.
@@ -94,8 +95,16 @@ impl TokenizerFiles {
         let merges = sibling(&file, &["merges.txt", "vocab.bpe"]);
         match (vocab, merges) {
             (Some(vocab), Some(merges)) => Self::from_vocab_and_merges(&vocab, &merges),
-            _ if folder.join("tokenizer.model").is_file() => Self::from_path(&folder.join("tokenizer.model")),
-            _ => Err(not_a_tokenizer(folder, "the folder holds neither tokenizer.json nor vocab.json with merges.txt")),
+            _ => match sibling(&file, &["tokenizer.model", "tekken.json"])
+                .map_or_else(|| ranks_in(folder), |found| Ok(Some(found)))?
+            {
+                Some(found) => Self::from_path(&found),
+                None => Err(not_a_tokenizer(
+                    folder,
+                    "the folder holds no tokenizer: neither tokenizer.json nor vocab.json with merges.txt, tokenizer.model, \
+                     tekken.json or a file of tiktoken ranks (*.tiktoken)",
+                )),
+            },
         }
     }
 }
@@ -146,6 +155,30 @@ fn declared_eod(folder: &Path) -> Result<Option<String>, TokenizeError> {
     Ok(token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned))
 }
 
+/// The one file of tiktoken ranks in a folder, by its name.
+fn ranks_in(folder: &Path) -> Result<Option<PathBuf>, TokenizeError> {
+    let failed = |source| TokenizeError::Io { path: folder.to_owned(), source };
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let path = entry.map_err(failed)?.path();
+        if path.extension().is_some_and(|suffix| suffix == "tiktoken") || path.ends_with("tiktoken.model") {
+            found.push(path);
+        }
+    }
+    found.sort();
+    match &found[..] {
+        [first, second, ..] => {
+            let detail = format!(
+                "the folder holds several tokenizers, such as {} and {}; name one of them",
+                first.display(),
+                second.display()
+            );
+            Err(not_a_tokenizer(folder, &detail))
+        }
+        _ => Ok(found.pop()),
+    }
+}
+
 fn sibling(path: &Path, names: &[&str]) -> Option<PathBuf> {
     names.iter().map(|name| path.with_file_name(name)).find(|candidate| candidate.is_file())
 }
@@ -187,6 +220,28 @@ mod tests {
         assert_eq!(ids(&loaded.tokenizer, "abba"), [2, 1, 0]);
         assert_eq!(loaded.files, [vocab, merges]);
         assert_eq!(loaded.tokenizer.eod(None).unwrap(), Some(("<|endoftext|>".to_owned(), 3)));
+    }
+
+    #[test]
+    fn a_folder_may_hold_ranks_under_any_name_but_not_two_of_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let ranks: String = (0..=255u8).map(|byte| format!("{} {byte}\n", base64_of(byte))).collect();
+        fs::write(folder.path().join("own.tiktoken"), &ranks).unwrap();
+        let pattern = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+        let config = serde_json::json!({"pat_str": pattern, "special_tokens": {"<|endoftext|>": 256}});
+        fs::write(folder.path().join("tiktoken_config.json"), config.to_string()).unwrap();
+        let loaded = TokenizerFiles::from_path(folder.path()).unwrap();
+        assert_eq!(ids(&loaded.tokenizer, "ab"), [97, 98]);
+        fs::write(folder.path().join("other.tiktoken"), &ranks).unwrap();
+        let error = TokenizerFiles::from_path(folder.path()).err().unwrap().to_string();
+        assert!(error.contains("other.tiktoken and") && error.contains("own.tiktoken; name one of them"), "{error}");
+    }
+
+    /// One byte in base64.
+    fn base64_of(byte: u8) -> String {
+        const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+        let letter = |six: u8| char::from(LETTERS[usize::from(six)]);
+        format!("{}{}==", letter(byte >> 2), letter((byte & 3) << 4))
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The tokenizer that many threads share, and the encoder that one thread owns.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use crate::bpe::{ByteLevel, Ranks, TiktokenConfig, read_ranks};
 use crate::fallback::Fallback;
@@ -123,6 +123,8 @@ struct Inner {
     vocab_size: u64,
     declared_eod: Option<String>,
     idle: IdleEncoders,
+    /// What the post-processor adds to a text, once somebody asks.
+    added: OnceLock<Vec<u32>>,
 }
 
 /// Names under which tokenizers keep their end-of-document token, most specific first.
@@ -189,21 +191,54 @@ impl Tokenizer {
     ) -> Result<Self, TokenizeError> {
         let specials = SpecialFinder::new(&spec.special_tokens())?;
         let (fingerprint, vocab_size) = (spec.fingerprint(), spec.vocab_size());
-        let idle = IdleEncoders::default();
-        Ok(Self { inner: Arc::new(Inner { spec, engine, specials, fingerprint, vocab_size, declared_eod, idle }) })
+        let (idle, added) = (IdleEncoders::default(), OnceLock::new());
+        let inner = Inner { spec, engine, specials, fingerprint, vocab_size, declared_eod, idle, added };
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     /// State for one thread: one that was put back, or a new one.
     ///
     /// # Errors
-    /// None today; engines that check their options will use it.
+    /// As [`Self::check`].
     pub fn encoder(&self, options: EncodeOptions) -> Result<Encoder, TokenizeError> {
+        self.check(options)?;
         Ok(Encoder {
             engine: self.inner.idle.take(options).unwrap_or_else(|| self.inner.engine.encoder(options)),
             options,
             tokenizer: self.clone(),
             special_hits: 0,
         })
+    }
+
+    /// Whether this tokenizer can do what the options ask for: to be called before any work begins.
+    ///
+    /// # Errors
+    /// [`TokenizeError::NothingToAdd`] if tokens around each text are asked for and there are none,
+    /// [`TokenizeError::AddsUnknownId`] if one of them is not in the vocabulary.
+    pub fn check(&self, options: EncodeOptions) -> Result<(), TokenizeError> {
+        if !options.add_special_tokens {
+            return Ok(());
+        }
+        let (added, vocab_size) = (self.added_special_tokens()?, self.inner.vocab_size);
+        match added.iter().find(|&&id| u64::from(id) >= vocab_size) {
+            _ if added.is_empty() => Err(TokenizeError::NothingToAdd),
+            Some(&id) => Err(TokenizeError::AddsUnknownId { id, vocab_size }),
+            None => Ok(()),
+        }
+    }
+
+    /// Ids that the post-processor adds to each text, those before and those behind it: what it makes of an empty text.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Encode`] if the engine refuses the empty text.
+    pub fn added_special_tokens(&self) -> Result<&[u32], TokenizeError> {
+        if self.inner.added.get().is_none() {
+            let options = EncodeOptions { add_special_tokens: true, cache_bytes: 0, ..EncodeOptions::default() };
+            let mut ids = Vec::new();
+            self.inner.engine.encoder(options).encode("", &mut ids)?;
+            let _ = self.inner.added.set(ids); // another thread has set the same
+        }
+        Ok(self.inner.added.get().map_or(&[], Vec::as_slice))
     }
 
     /// Keeps an encoder, with what its word cache has learned, for the next one that is asked for with the same options. This
@@ -341,6 +376,29 @@ mod tests {
         let mut ids = Vec::new();
         encoder.encode(text, &mut ids)?;
         Ok((ids, encoder.special_hits()))
+    }
+
+    #[test]
+    fn tokens_around_a_text_are_refused_where_there_are_none_or_they_do_not_exist() {
+        let options = EncodeOptions { add_special_tokens: true, ..EncodeOptions::default() };
+        let with_rule = |id: u32| {
+            let rule = serde_json::json!({"type": "TemplateProcessing", "pair": [],
+                "single": [{"SpecialToken": {"id": "</s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "special_tokens": {"</s>": {"id": "</s>", "ids": [id], "tokens": ["</s>"]}}});
+            let mut json: serde_json::Value = serde_json::from_str(WORDS).unwrap();
+            json["post_processor"] = rule;
+            Tokenizer::from_tokenizer_json(json.to_string().as_bytes()).unwrap()
+        };
+        let none = Tokenizer::from_tokenizer_json(WORDS.as_bytes()).unwrap();
+        assert!(matches!(none.check(options), Err(TokenizeError::NothingToAdd)));
+        assert!(matches!(none.encoder(options), Err(TokenizeError::NothingToAdd)));
+        assert!(matches!(none.encode_batch(&[], options, 1), Err(TokenizeError::NothingToAdd)));
+        assert!(none.check(EncodeOptions::default()).is_ok());
+        let wrong = with_rule(3).check(options);
+        assert!(matches!(wrong, Err(TokenizeError::AddsUnknownId { id: 3, vocab_size: 3 })));
+        let right = with_rule(2);
+        assert_eq!(right.added_special_tokens().unwrap(), [2]);
+        assert_eq!(right.encode_batch(&["a"], options, 1).unwrap().ids, [2, 0]);
     }
 
     #[test]

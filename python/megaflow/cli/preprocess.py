@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megaflow.cli import exit_codes
@@ -29,6 +30,9 @@ def main(
         if parsed.shard is None and parsed.executor == "threads":
             staging.append(Path(f"{options.output_prefix or default_prefix(inputs)}.partial"))
         tokenizer = choose_tokenizer(parsed)
+        if options.add_special_tokens and not tokenizer.added_special_tokens:
+            # Megatron's default asks every Hugging Face tokenizer, also one that has nothing to add; nobody asked here.
+            options = replace(options, add_special_tokens=False)
         for note in notes_on(parsed):
             print(f"{prog}: {note}", file=sys.stderr)
         with show_progress(parsed.log_interval) as progress:
