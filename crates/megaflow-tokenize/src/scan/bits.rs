@@ -249,6 +249,9 @@ fn threes(number: u64, continuation: u64, carry: &mut Carry) -> u64 {
         carry.digits = (!number).leading_zeros(); // at most 3
         return 0;
     }
+    if continuation & number == 0 {
+        return threes_of_bytes(number, carry);
+    }
     let mut start = 0;
     let mut left = number & !continuation;
     let mut run = if carry.number != 0 { carry.digits } else { 0 };
@@ -263,6 +266,26 @@ fn threes(number: u64, continuation: u64, carry: &mut Carry) -> u64 {
         run += 1;
     }
     carry.digits = run;
+    start
+}
+
+/// As [`threes`], where each number is one byte: a run at a time.
+#[inline]
+fn threes_of_bytes(number: u64, carry: &mut Carry) -> u64 {
+    /// Every third bit, from bit 0 on.
+    const EVERY_THIRD: u64 = 0x9249_2492_4924_9249;
+    let (mut start, mut left) = (0, number);
+    while left != 0 {
+        let bit = left.trailing_zeros();
+        let len = (!(left >> bit)).trailing_zeros().min(64 - bit);
+        let run = (u64::MAX >> (64 - len)) << bit;
+        let before = if bit == 0 && carry.number != 0 { carry.digits } else { 0 };
+        let first = bit + (3 - before % 3) % 3;
+        // The start of a new run may be among them: it is a start anyway.
+        start |= EVERY_THIRD.checked_shl(first).unwrap_or(0) & run;
+        carry.digits = before + len;
+        left &= !run;
+    }
     start
 }
 
