@@ -19,7 +19,6 @@ from megaflow_trainer.config.help import DERIVED
 from megaflow_trainer.config.sections import BatchSizes, StepConfig
 
 ROOT = Path(__file__).resolve().parents[3]
-RECIPES = sorted((ROOT / "trainer" / "recipes").glob("*.yaml"))
 RUN = ("--train-iters", "10", "--data-path", "corpus")
 SAMPLES: dict[Any, tuple[str, Any]] = {
     int: ("3", 3),
@@ -220,12 +219,6 @@ def test_vocab_is_vocab_file_and_says_what_it_is_taken_for() -> None:
     config, notes = read_command([*RUN, "--vocab", "vocab.txt", "--merge-file", "m.txt"], world_size=1)
     assert config.data.vocab_file == "vocab.txt"
     assert notes == ["vocabulary and merges without --tokenizer-type: taken as a GPT-2 byte-level BPE"]
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_is_complete_but_for_the_data(recipe: Path) -> None:
-    config, _ = read_command(["--config", str(recipe), "--data-path", "x"], world_size=1)
-    assert config.log.name == recipe.stem
 
 
 def test_a_flag_overrides_the_recipe(tmp_path: Path) -> None:

@@ -64,12 +64,12 @@ class Layout:
 
     def peers(self, rank: int, along: tuple[str, ...], axes: tuple[str, ...] = AXES) -> list[int]:
         """The ranks that differ from `rank` on the axes `along` only, itself included, in ascending order."""
-        own = self.place(rank, axes)
-        return [
-            other
-            for other in range(self.size)
-            if all(axis in along or at == own[axis] for axis, at in self.place(other, axes).items())
-        ]
+        own, ranks = self.place(rank, axes), [0]
+        for axis in axes:
+            size = getattr(self, axis)
+            places = range(size) if axis in along else (own[axis],)
+            ranks = [before * size + at for before in ranks for at in places]
+        return ranks
 
     def __str__(self) -> str:
         """As `tp2.pp2.dp4`; axes of one rank are left out."""

@@ -45,11 +45,12 @@ def make_fsdp_mesh(mesh: Mesh) -> DeviceMesh:
     layout = mesh.layout
     ranks = torch.tensor(layout.peers(mesh.rank, ("dp_replicate", "dp_shard", "cp"))) + mesh.base
     assert mesh.shard_group is not None, "weights are divided among several ranks"
+    kind = "cpu" if mesh.device.type == "meta" else mesh.device.type  # shapes alone: no device of a mesh
     if mesh.replicate_group is None:
-        return DeviceMesh.from_group(mesh.shard_group, mesh.device.type, mesh=ranks, mesh_dim_names=("shard",))
+        return DeviceMesh.from_group(mesh.shard_group, kind, mesh=ranks, mesh_dim_names=("shard",))
     groups = [mesh.replicate_group, mesh.shard_group]
     table = ranks.view(layout.dp_replicate, -1)
-    return DeviceMesh.from_group(groups, mesh.device.type, mesh=table, mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh.from_group(groups, kind, mesh=table, mesh_dim_names=("replicate", "shard"))
 
 
 class DividedGradients:

@@ -94,7 +94,7 @@ def set_up(config: TrainConfig, data: RunData, loader: Loader, mesh: Mesh, notes
 
 
 def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
-    """The model with initial weights, ready for the mesh."""
+    """The model with initial weights, ready for the mesh; a mesh on the device `meta` gives its shapes alone."""
     torch.set_float32_matmul_precision("high" if config.step.allows_tf32 else "highest")
     dtype = torch.float64 if config.step.dtype == "fp64" else DTYPES[config.step.dtype]
     need = Need(
@@ -121,7 +121,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         seq_len=config.data.seq_len,
         measure_every=config.log.every * config.step.sizes.num_micro_batches,
     )
-    return parallelize(model, mesh, plan, fill)
+    return parallelize(model, mesh, plan, None if mesh.device.type == "meta" else fill)
 
 
 def _can_accumulate(config: TrainConfig, mesh: Mesh) -> bool:
