@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.launching import find_children, is_running
 from helpers.pairs import write_pair
 from helpers.runs import TINY, read_curve, read_metrics
 
@@ -254,9 +255,10 @@ def test_ctrl_c_is_one_sentence(prefix: str, tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for the ranks in /proc")
-def test_when_one_rank_dies_all_end_soon_and_not_with_success(prefix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
+def test_when_one_rank_dies_all_end_soon_and_not_with_success(prefix: str, tmp_path: Path, layout: str) -> None:
     flags = [*TINY, *LENGTH[2:], "--data-path", prefix, "--train-iters", "100000", "--run-dir", str(tmp_path)]
-    process = start(TORCHRUN, flags)
+    process = start(TORCHRUN, [*flags, *layout.split()])
     wait_for_line(process, "iteration 5/")
     ranks = find_children(process.pid)
     assert len(ranks) == 2
@@ -326,24 +328,3 @@ def test_a_second_run_in_one_folder_is_refused_and_the_first_goes_on(prefix: str
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, err) == (75, "")
-
-
-def is_running(process: int) -> bool:
-    """Whether a process is there and not merely waiting to be collected."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def find_children(parent: int) -> list[int]:
-    """Process ids of the children of a process, oldest first."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == parent:
-            found.append(int(stat.parent.name))
-    return sorted(found)

@@ -13,6 +13,7 @@ from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.mesh import Launch, build_mesh, choose_device, start_group
 from megaflow_trainer.training.faults import FaultBoard
 from megaflow_trainer.training.guards import DivergedError
+from megaflow_trainer.training.meeting import meet
 from megaflow_trainer.training.oom import ShortageError
 from megaflow_trainer.training.peers import PeerWatch
 from megaflow_trainer.training.run import describe_restart, train
@@ -24,7 +25,7 @@ def launch(config: TrainConfig, notes: Sequence[str], *, rank: int, world_size: 
     """Train as one of `world_size` ranks; returns the exit code. Several ranks meet where the launcher says (env://)."""
     own = Launch(rank=rank, world_size=world_size, local_rank=local_rank)
     try:
-        store = next(dist.rendezvous("env://"))[0] if world_size > 1 else None
+        store = meet(next(dist.rendezvous("env://"))[0], rank, world_size) if world_size > 1 else None
     except (RuntimeError, ValueError) as error:  # the address is wrong, taken or silent
         FaultBoard(rank, None).report(f"the ranks did not meet: {str(error).splitlines()[0]}; start them by torchrun")
         return FAULT

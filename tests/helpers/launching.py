@@ -1,0 +1,87 @@
+"""The trainer started as a user starts it: by torchrun, on one node or as several agents, watched from outside."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 300
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def start_agent(log: Path, flags: Sequence[str], *, nproc: int = 2, options: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """One agent of torchrun with `nproc` ranks of the trainer; what it prints goes to `log`."""
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [*_TORCHRUN, f"--nproc_per_node={nproc}", *(options or ("--standalone",)), "trainer/pretrain.py", *flags],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def meet(*, num_nodes: int, restarts: int = 0) -> tuple[str, ...]:
+    """Options by which the agents of several nodes find each other on this machine."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    where = (f"--rdzv-endpoint=localhost:{port}", "--rdzv-backend=c10d", f"--rdzv-id=test{port}")
+    return (f"--nnodes={num_nodes}", f"--max-restarts={restarts}", *where)
+
+
+def wait_for(log: Path, word: str, agents: Sequence[subprocess.Popen[str]], *, times: int = 1) -> None:
+    """Wait until a word stands in a log.
+
+    Raises:
+        AssertionError: with the log, if an agent has ended before, or it takes too long.
+    """
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        text = log.read_text()
+        if text.count(word) >= times:
+            return
+        ended = any(agent.poll() is not None for agent in agents)
+        assert not ended, f"ended without {word!r}: {text}"
+        assert time.monotonic() < deadline, f"no {word!r}: {text}"
+        time.sleep(0.05)
+
+
+def end(agents: Sequence[subprocess.Popen[str]]) -> list[int]:
+    """Wait for the agents and return their codes; those that do not end are killed with their ranks."""
+    deadline = time.monotonic() + WAIT_S
+    try:
+        return [agent.wait(timeout=max(0.0, deadline - time.monotonic())) for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                agent.kill()
+                agent.wait()
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there and not merely waiting to be collected."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def find_children(parent: int) -> list[int]:
+    """Process ids of the children of a process, oldest first."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(stat.parent.name))
+    return sorted(found)

@@ -1,0 +1,56 @@
+"""The ranks of one start agree on a part of the store that no earlier start has written to.
+
+torchrun keeps its store when it starts all ranks anew after a fault, and it tells them neither how often it did nor the
+same number on every node; what the dead ranks left there (a fault, a lost peer, addresses) would be taken for true.
+
+Every rank leaves a name of its own that no other start has. The first one lists the names that it finds; a rank whose
+name is in the list answers. A list with a name of a dead rank gets too few answers, and is made anew when the rank's
+successor has left its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+POLL_S = 0.1
+
+
+def meet(store: dist.Store, rank: int, world_size: int, *, patience: timedelta | None = None) -> dist.Store:
+    """Wait for all ranks of this start; returns the part of `store` that is theirs alone.
+
+    Raises:
+        RuntimeError: if they do not come within `patience` (that of the store if not given).
+    """
+    board, own = dist.PrefixStore("meeting", store), uuid.uuid4().hex[:12]
+    board.set(f"here/{rank}", own)
+    deadline = time.monotonic() + (store.timeout if patience is None else patience).total_seconds()
+    answered = ""
+    while True:
+        if rank == 0:
+            _list_names(board, world_size)
+        current = board.get("list").decode() if board.check(["list"]) else ""
+        if current != answered and board.get(f"names/{current}").decode().split()[rank] == own:
+            board.add(f"answers/{current}", 1)
+            answered = current
+        if answered and board.add(f"answers/{answered}", 0) == world_size:
+            return dist.PrefixStore(f"start/{answered}", store)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank {rank} waited for the other {world_size - 1} ranks in vain")
+        time.sleep(POLL_S)
+
+
+def _list_names(board: dist.Store, world_size: int) -> None:
+    """List the names that are there, if every rank has left one."""
+    keys = [f"here/{rank}" for rank in range(world_size)]
+    if not board.check(keys):
+        return
+    names = b" ".join(board.get(key) for key in keys)
+    current = hashlib.sha256(names).hexdigest()[:16]
+    if not board.check([f"names/{current}"]):
+        board.set(f"names/{current}", names)
+        board.set("list", current)
