@@ -15,7 +15,9 @@ WAIT_S = 300
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
-def start_agent(log: Path, flags: Sequence[str], *, nproc: int = 2, options: Sequence[str] = ()) -> subprocess.Popen[str]:
+def start_agent(
+    log: Path, flags: Sequence[str], *, nproc: int = 2, options: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     """One agent of torchrun with `nproc` ranks of the trainer; what it prints goes to `log`."""
     with log.open("w") as file:
         return subprocess.Popen(

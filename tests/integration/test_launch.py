@@ -1,4 +1,4 @@
-"""Several nodes, as two agents of torchrun on this machine: they train like one rank, and a killed rank is made good."""
+"""Several nodes, as two agents of torchrun on this machine: they train like one rank, and go on after a kill."""
 
 from __future__ import annotations
 

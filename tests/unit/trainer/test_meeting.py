@@ -48,8 +48,7 @@ def test_ranks_that_died_while_they_met_are_not_waited_for(survivors: list[int])
     def come(rank: int) -> dist.Store:
         if rank == 3:
             late.wait(60)  # until then the list may hold names of the dead
-        part = meet(store, rank, 4, patience=PATIENCE)
-        return part
+        return meet(store, rank, 4, patience=PATIENCE)
 
     with ThreadPoolExecutor(4) as pool:
         parts = [pool.submit(come, rank) for rank in range(4)]
