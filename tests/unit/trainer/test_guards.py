@@ -9,6 +9,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from megaflow_trainer.training.guards import DivergedError
 from megaflow_trainer.training.launch import find_code
 from megaflow_trainer.training.oom import ShortageError, is_out_of_memory
 from megaflow_trainer.training.peers import PeerWatch
-from megaflow_trainer.training.profile import measure_union
+from megaflow_trainer.training.profile import format_table, measure_union
 from megaflow_trainer.training.sinks import make_strict
 from megaflow_trainer.training.spikes import SpikeWatch
 from megaflow_trainer.training.watchdog import Watchdog
@@ -275,6 +276,28 @@ def test_a_rank_that_is_not_named_is_not_profiled(prefix: str, tmp_path: Path) -
 def test_time_covered_by_kernels_counts_overlap_once() -> None:
     assert measure_union([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
     assert measure_union([]) == 0
+
+
+def test_a_profile_tells_messages_by_axis_and_what_of_nccl_was_exposed() -> None:
+    def event(name: str, start: float, end: float, device: str = "CUDA") -> SimpleNamespace:
+        times = {"cpu_time_total": end - start, "self_device_time_total": end - start}
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, device_type=SimpleNamespace(name=device), time_range=span, **times)
+
+    events = [
+        event("sent: tp all_reduce", 0, 3000, "CPU"),
+        event("sent: tp all_reduce", 5000, 6000, "CPU"),
+        event("sent: tp all_reduce", 0, 3000),  # the range as the device saw it: no kernel of its own
+        event("gemm", 0, 4000),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)", 3000, 6000),
+        event("ncclDevKernel_SendRecv(int)", 1000, 2000),
+        event("gemm", 7000, 8000),
+    ]
+    rows = [line.split() for line in format_table(events, 2, is_cuda=True).splitlines()]
+    assert ["tp", "all_reduce", "2.000", "1.0"] in rows
+    assert ["AllReduce_Sum_f32_RING_LL", "1.500", "1.000"] in rows  # a third of it ran beside a product
+    assert ["SendRecv", "0.500", "0.000"] in rows
+    assert ["no", "kernel", "ran", "for", "12.5%", "of", "8.0", "ms"] in rows
 
 
 def test_tensorboard_gets_the_same_numbers(prefix: str, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def collect_gradients(model: GPT, mesh: Mesh, parts: ShardMap, plan: Plan) -> Ma
     own = plan.parallel
     if own.zero == 3 and mesh.shard_group is not None:
         divide_weights(model, mesh, compute_dtype=plan.compute_dtype, grad_dtype=plan.grad_dtype)
-        return DividedGradients(model, mesh, parts)
+        return DividedGradients(model, mesh, parts, plan.compute_dtype)
     options = DataOptions(
         zero=min(own.zero, 2), bucket_size=own.bucket_size, overlaps=own.overlaps, dtype=plan.grad_dtype
     )

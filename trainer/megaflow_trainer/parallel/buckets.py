@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaflow_trainer.parallel.collectives import sum_over
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.shards import GradientSum, Shard, ShardMap
 
@@ -143,15 +144,16 @@ def expose(bucket: Bucket, slot: Slot) -> MainParameter | None:
     return MainParameter(slot.name, bucket.weights[first:last], grad, is_matrix, first - slot.start)
 
 
-def add_terms(views: Iterable[tuple[Tensor, tuple[GradientSum, ...]]]) -> None:
+def add_terms(views: Iterable[tuple[Tensor, tuple[GradientSum, ...]]], mesh: Mesh) -> None:
     """Add the terms of gradients that other ranks hold: one all-reduce a group."""
-    found: dict[dist.ProcessGroup, list[Tensor]] = {}
+    found: dict[tuple[dist.ProcessGroup, str], list[Tensor]] = {}
     for view, sums in views:
         for term in sums:
-            found.setdefault(term.group, []).append(view.narrow(term.dim, term.start, term.length))
-    for group, terms in found.items():
+            axis = "pp" if term.is_late else "tp"
+            found.setdefault((term.group, axis), []).append(view.narrow(term.dim, term.start, term.length))
+    for (group, axis), terms in found.items():
         flat = torch.cat([own.flatten() for own in terms])
-        dist.all_reduce(flat, group=group)
+        sum_over(flat, group, mesh.meter(axis))
         for own, total in zip(terms, flat.split([own.numel() for own in terms]), strict=True):
             own.copy_(total.view_as(own))
 

@@ -15,14 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaflow.errors import MegaflowError
+from megaflow_trainer.parallel.traffic import Meter, sending
 
 T = TypeVar("T")
 
 
-def sum_over(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+def sum_over(tensor: Tensor, group: dist.ProcessGroup | None, meter: Meter | None = None) -> None:
     """Replace `tensor` by its sum over the ranks of `group` (one all-reduce)."""
     if group is not None:
-        dist.all_reduce(tensor, group=group)
+        with sending(meter, "all_reduce", tensor, group):
+            dist.all_reduce(tensor, group=group)
 
 
 def copy_from_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -73,117 +75,120 @@ def own_group(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | N
 
 
 @torch.compiler.disable
-def copy_into(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def copy_into(x: Tensor, group: dist.ProcessGroup | None, *, meter: Meter | None = None) -> Tensor:
     """`x` where every rank of `group` computes with it another part; backward adds their gradients (all-reduce)."""
-    copied: Tensor = x if group is None else _CopyInto.apply(x, group)
+    copied: Tensor = x if group is None else _CopyInto.apply(x, group, meter)
     return copied
 
 
 @torch.compiler.disable
-def sum_from(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def sum_from(x: Tensor, group: dist.ProcessGroup | None, *, meter: Meter | None = None) -> Tensor:
     """Sum of the parts of all ranks of `group` (all-reduce); backward hands the gradient on as it is."""
-    total: Tensor = x if group is None else _SumFrom.apply(x, group)
+    total: Tensor = x if group is None else _SumFrom.apply(x, group, meter)
     return total
 
 
 @torch.compiler.disable
-def gather_tokens(x: Tensor, group: dist.ProcessGroup | None, dim: int = 1) -> Tensor:
+def gather_tokens(x: Tensor, group: dist.ProcessGroup | None, dim: int = 1, *, meter: Meter | None = None) -> Tensor:
     """Tensors of all ranks of `group` joined along `dim` (all-gather); backward adds gradients and divides them."""
-    joined: Tensor = x if group is None else _GatherTokens.apply(x, group, dim)
+    joined: Tensor = x if group is None else _GatherTokens.apply(x, group, dim, meter)
     return joined
 
 
 @torch.compiler.disable
-def scatter_sums(x: Tensor, group: dist.ProcessGroup | None, dim: int = 1) -> Tensor:
+def scatter_sums(x: Tensor, group: dist.ProcessGroup | None, dim: int = 1, *, meter: Meter | None = None) -> Tensor:
     """This rank's run along `dim` of the sum over `group` (reduce-scatter); backward joins gradients (all-gather)."""
-    part: Tensor = x if group is None else _ScatterSums.apply(x, group, dim)
+    part: Tensor = x if group is None else _ScatterSums.apply(x, group, dim, meter)
     return part
 
 
 @torch.compiler.disable
-def exchange(x: Tensor, group: dist.ProcessGroup | None, *, cut: int, join: int) -> Tensor:
+def exchange(x: Tensor, group: dist.ProcessGroup | None, *, cut: int, join: int, meter: Meter | None = None) -> Tensor:
     """Cut `x` along one dim into a part for each rank and join what arrives along another (all-to-all)."""
-    arrived: Tensor = x if group is None else _Exchange.apply(x, group, cut, join)
+    arrived: Tensor = x if group is None else _Exchange.apply(x, group, cut, join, meter)
     return arrived
 
 
-def gather_along(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def gather_along(x: Tensor, group: dist.ProcessGroup, dim: int, meter: Meter | None = None) -> Tensor:
     """Tensors of all ranks joined along `dim`, in rank order; no gradient."""
     out = x.new_empty(dist.get_world_size(group), *x.shape)
-    dist.all_gather_into_tensor(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=group)
+    with sending(meter, "all_gather", out, group):
+        dist.all_gather_into_tensor(out.flatten(0, 1) if x.dim() else out, x.contiguous(), group=group)
     return out.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def scatter_along(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def scatter_along(x: Tensor, group: dist.ProcessGroup, dim: int, meter: Meter | None = None) -> Tensor:
     """This rank's run along `dim` of the sum over the ranks; no gradient."""
     size = dist.get_world_size(group)
     parts = x.unflatten(dim, (size, -1)).movedim(dim, 0).contiguous()
     out = x.new_empty(parts.shape[1:])
-    dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=group)
+    with sending(meter, "reduce_scatter", parts, group):
+        dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=group)
     return out
 
 
-def exchange_along(x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
+def exchange_along(x: Tensor, group: dist.ProcessGroup, cut: int, join: int, meter: Meter | None = None) -> Tensor:
     """Send run i along `cut` to rank i and join what arrives along `join`; no gradient."""
     parts = x.unflatten(cut, (dist.get_world_size(group), -1)).movedim(cut, 0).contiguous()
     arrived = torch.empty_like(parts)
-    dist.all_to_all_single(arrived, parts, group=group)
+    with sending(meter, "all_to_all", parts, group):
+        dist.all_to_all_single(arrived, parts, group=group)
     return arrived.movedim(0, join).flatten(join, join + 1)
 
 
 class _CopyInto(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, meter: Meter | None) -> Tensor:
+        ctx.group, ctx.meter = group, meter
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        sum_over(grad, ctx.group, ctx.meter)
+        return grad, None, None
 
 
 class _SumFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, meter: Meter | None) -> Tensor:
         total = x.contiguous().clone()
-        dist.all_reduce(total, group=group)
+        sum_over(total, group, meter)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return gather_along(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, meter: Meter | None) -> Tensor:
+        ctx.group, ctx.dim, ctx.meter = group, dim, meter
+        return gather_along(x, group, dim, meter)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return scatter_along(grad, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return scatter_along(grad, ctx.group, ctx.dim, ctx.meter), None, None, None
 
 
 class _ScatterSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return scatter_along(x, group, dim)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, meter: Meter | None) -> Tensor:
+        ctx.group, ctx.dim, ctx.meter = group, dim, meter
+        return scatter_along(x, group, dim, meter)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gather_along(grad, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather_along(grad, ctx.group, ctx.dim, ctx.meter), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, cut: int, join: int) -> Tensor:
-        ctx.group, ctx.cut, ctx.join = group, cut, join
-        return exchange_along(x, group, cut, join)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, cut: int, join: int, meter: Meter | None) -> Tensor:
+        ctx.group, ctx.cut, ctx.join, ctx.meter = group, cut, join, meter
+        return exchange_along(x, group, cut, join, meter)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange_along(grad, ctx.group, ctx.join, ctx.cut), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return exchange_along(grad, ctx.group, ctx.join, ctx.cut, ctx.meter), None, None, None, None

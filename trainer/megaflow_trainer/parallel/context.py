@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from megaflow_trainer.ops.attention_block import attend_block, attend_block_backward
 from megaflow_trainer.parallel.collectives import exchange, gather_tokens
 from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.traffic import Meter
 
 
 def cut_positions(seq_len: int, size: int, rank: int, kind: str) -> Tensor:
@@ -48,7 +50,7 @@ def share_context(model: nn.Module, mesh: Mesh, kind: str) -> None:
     """Let the attention cores of a model, of which each rank has some tokens, see those of the others."""
     if mesh.cp_group is None:
         return
-    ranks = ContextRanks(mesh.cp_group, mesh.cp_rank, mesh.layout.cp)
+    ranks = ContextRanks(mesh.cp_group, mesh.cp_rank, mesh.layout.cp, mesh.meter("cp"))
     for module in model.modules():
         core = getattr(module, "core", None)
         if core is not None:
@@ -62,6 +64,7 @@ class ContextRanks:
     group: dist.ProcessGroup
     rank: int
     size: int
+    meter: Meter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,8 @@ class GatheredAttention:
         size, seq_len = self.ranks.size, q.shape[2] * self.ranks.size
         order = torch.cat([cut_positions(seq_len, size, rank, "all_gather") for rank in range(size)]).argsort()
         order = order.to(q.device)
-        k, v = (gather_tokens(part, self.ranks.group, 2).index_select(2, order) for part in (k, v))
+        k, v = (gather_tokens(part, self.ranks.group, 2, meter=self.ranks.meter) for part in (k, v))
+        k, v = (part.index_select(2, order) for part in (k, v))
         length = q.shape[2] // 2
         outs = []
         for piece, number in zip(q.split(length, 2), (self.ranks.rank, 2 * size - 1 - self.ranks.rank), strict=True):
@@ -114,11 +118,11 @@ class UlyssesAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """`[b, n, s, d]`, computed for all tokens of some heads."""
-        group = self.ranks.group
+        group, meter = self.ranks.group, self.ranks.meter
         copies = max(1, self.ranks.size // k.shape[1])
         k, v = (part.repeat_interleave(copies, 1) if copies > 1 else part for part in (k, v))
-        q, k, v = (exchange(part, group, cut=1, join=2) for part in (q, k, v))
-        return exchange(self.core(q, k, v, **options), group, cut=2, join=1)
+        q, k, v = (exchange(part, group, cut=1, join=2, meter=meter) for part in (q, k, v))
+        return exchange(self.core(q, k, v, **options), group, cut=2, join=1, meter=meter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +223,14 @@ def _start_ring(parts: list[Tensor], ranks: ContextRanks) -> Callable[[], list[T
     ops = [dist.P2POp(dist.isend, part, group=ranks.group, group_peer=following) for part in parts]
     ops += [dist.P2POp(dist.irecv, part, group=ranks.group, group_peer=before) for part in received]
     works = dist.batch_isend_irecv(ops)
+    if ranks.meter is not None:
+        num_bytes = sum(part.numel() * part.element_size() for part in parts)
+        ranks.meter.traffic.count("cp", "send", num_bytes, calls=len(parts), is_background=True)
 
     def finish() -> list[Tensor]:
-        for work in works:
-            work.wait()
+        with nullcontext() if ranks.meter is None else ranks.meter.wait("send"):
+            for work in works:
+                work.wait()
         return received
 
     return finish

@@ -155,23 +155,26 @@ class MainGradients:
     def _send(self, bucket: Bucket) -> None:
         """Add terms of other ranks, then start the reduction of a bucket."""
         assert bucket.full is not None, "it has a gradient"
-        add_terms((slot.view(bucket.full), slot.sums) for slot in bucket.slots)
-        mesh, is_async = self.mesh, self.options.overlaps
+        add_terms(((slot.view(bucket.full), slot.sums) for slot in bucket.slots), self.mesh)
+        mesh, is_async, meter = self.mesh, self.options.overlaps, self.mesh.meter("dp")
         if self.options.zero == 0:
             if mesh.gradient_group is not None:
-                bucket.handle = dist.all_reduce(bucket.full, group=mesh.gradient_group, async_op=is_async)
+                with meter.send("all_reduce", bucket.full, mesh.gradient_group, is_background=is_async):
+                    bucket.handle = dist.all_reduce(bucket.full, group=mesh.gradient_group, async_op=is_async)
         elif mesh.shard_group is not None:
             bucket.received = torch.empty_like(bucket.kept)
-            bucket.handle = dist.reduce_scatter_tensor(
-                bucket.received, bucket.full, group=mesh.shard_group, async_op=is_async
-            )
+            with meter.send("reduce_scatter", bucket.full, mesh.shard_group, is_background=is_async):
+                bucket.handle = dist.reduce_scatter_tensor(
+                    bucket.received, bucket.full, group=mesh.shard_group, async_op=is_async
+                )
         elif self.options.zero == 2:
             bucket.received = bucket.full
 
     def _finish(self, bucket: Bucket) -> None:
         """Wait for a bucket and keep this rank's part of it."""
         if bucket.handle is not None:
-            bucket.handle.wait()
+            with self.mesh.meter("dp").wait("reduce_scatter" if self.options.zero else "all_reduce"):
+                bucket.handle.wait()
             bucket.handle = None
         if bucket.received is not None:
             (bucket.kept.add_ if self.options.zero == 2 else bucket.kept.copy_)(bucket.received)
@@ -195,13 +198,13 @@ class MainGradients:
         for bucket in self.buckets:
             self._finish(bucket)
             if self.options.zero:
-                sum_over(bucket.kept, self.mesh.replicate_group)
+                sum_over(bucket.kept, self.mesh.replicate_group, self.mesh.meter("dp"))
 
     def norm(self) -> Tensor:
         """Global 2-norm, fp32 scalar on the device (fp64 in fp64). Every element of the model is counted once."""
         square = sum_squares(self.owned, self.device)
         if not self.has_all:
-            sum_over(square, self.mesh.world_group)
+            sum_over(square, self.mesh.world_group, self.mesh.meter("world"))
         return square.sqrt().to(torch.promote_types(self.dtype, torch.float32))
 
     def list_weights(self) -> list[tuple[str, Tensor, int]]:
@@ -218,7 +221,7 @@ class MainGradients:
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         owned = [run for slot in slots for run in slot.shard.list_owned(slot.weight.detach())]
         square = sum_squares(owned, self.device)
-        sum_over(square, self.mesh.model_group)
+        sum_over(square, self.mesh.model_group, self.mesh.meter("world"))
         return square.sqrt().to(torch.promote_types(self.dtype, torch.float32))
 
     def scale(self, factor: Tensor) -> None:
@@ -232,8 +235,10 @@ class MainGradients:
             return
         for bucket in reversed(self.buckets):
             assert bucket.weights is not None
+            group = self.mesh.shard_group
+            self.mesh.meter("dp").send("all_gather", bucket.weights, group, is_background=True)
             bucket.handle = dist.all_gather_into_tensor(
-                bucket.weights, bucket.weights[bucket.own].clone(), group=self.mesh.shard_group, async_op=True
+                bucket.weights, bucket.weights[bucket.own].clone(), group=group, async_op=True
             )
         if not self.options.overlaps:
             self.receive_weights()
@@ -245,7 +250,8 @@ class MainGradients:
 
     def _receive(self, bucket: Bucket) -> None:
         if bucket.handle is not None:
-            bucket.handle.wait()
+            with self.mesh.meter("dp").wait("all_gather"):
+                bucket.handle.wait()
             bucket.handle = None
 
 

@@ -8,7 +8,9 @@ all-reduced among the ranks that have the same one.
 Weights are kept in fp32 and cast to the compute dtype when they are gathered, so that they are their own masters;
 gradients are reduced and accumulated in the main gradient's dtype, as sums: dividing by tokens is left to the step.
 
-Bytes a step, micro-batch and weight (n ranks): all-gather 2 (n-1)/n x the compute dtype's, reduce-scatter (n-1)/n x 4.
+Bytes a step, micro-batch and weight (n ranks): all-gather 2 (n-1)/n x the compute dtype's (once for the last unit,
+which is not gathered again), reduce-scatter (n-1)/n x 4, rows padded to a multiple of n. FSDP2 sends them by itself, so
+they are counted by this formula.
 """
 
 from __future__ import annotations
@@ -56,15 +58,21 @@ def make_fsdp_mesh(mesh: Mesh) -> DeviceMesh:
 class DividedGradients:
     """The gradients of a model whose weights are divided; the interface of `MainGradients`."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, parts: ShardMap) -> None:
-        self.mesh, self.parts = mesh, parts
+    def __init__(self, model: nn.Module, mesh: Mesh, parts: ShardMap, compute_dtype: torch.dtype) -> None:
+        self.mesh, self.parts, self.compute_dtype = mesh, parts, compute_dtype
+        self.blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Block))
         self.parameters: list[MainParameter] = []
         self.rows: dict[str, range] = {}
+        self.lengths: dict[str, int] = {}
+        """Elements of a shard of each weight, padded as they travel."""
         for name, weight in model.named_parameters():
             assert isinstance(weight, DTensor)
             weight.grad = torch.zeros_like(weight)  # backward adds to it in place
             assert isinstance(weight.grad, DTensor)
             self.rows[name] = find_rows(weight)
+            self.lengths[name] = -(-weight.shape[0] // weight.device_mesh.size(-1)) * (
+                weight.numel() // weight.shape[0]
+            )
             local = weight.to_local().detach()
             start = self.rows[name].start * (weight.numel() // weight.shape[0])
             self.parameters.append(MainParameter(name, local, weight.grad.to_local(), weight.dim() > 1, start))
@@ -78,10 +86,25 @@ class DividedGradients:
     def start(self, num_micro_batches: int = 1) -> None:
         """Forget the last step."""
         torch._foreach_zero_(self.kept)
+        self._count_traffic(num_micro_batches)
+
+    def _count_traffic(self, num_micro_batches: int) -> None:
+        """Count what FSDP2 will send in the step, which it does by itself: by formula, and without its waiting."""
+        layout, traffic = self.mesh.layout, self.mesh.traffic
+        size, item, grad_item = layout.dp_shard * layout.cp, self.compute_dtype.itemsize, self.dtype.itemsize
+        own = sum(self.lengths.values())
+        again = sum(length for name, length in self.lengths.items() if name.startswith(self.blocks))
+        calls, sent = (len(self.blocks) + 1) * num_micro_batches, (size - 1) * num_micro_batches
+        gathers = calls + len(self.blocks) * num_micro_batches
+        traffic.count("dp", "all_gather", sent * (own + again) * item, calls=gathers, is_background=True)
+        traffic.count("dp", "reduce_scatter", sent * own * grad_item, calls=calls, is_background=True)
+        if layout.dp_replicate > 1:
+            share = 2 * (layout.dp_replicate - 1) / layout.dp_replicate * num_micro_batches
+            traffic.count("dp", "all_reduce", share * own * grad_item, calls=calls, is_background=True)
 
     def reduce(self) -> None:
         """Add terms of gradients on other ranks; sums over samples are complete after backward."""
-        add_terms((main.main_grad, tuple(self._find_terms(main))) for main in self.parameters)
+        add_terms(((main.main_grad, tuple(self._find_terms(main))) for main in self.parameters), self.mesh)
 
     def _find_terms(self, main: MainParameter) -> Iterator[GradientSum]:
         rows = self.rows[main.name]
@@ -105,7 +128,7 @@ class DividedGradients:
     def _measure(self, tensors: Mapping[str, Tensor]) -> Tensor:
         is_answering = self.mesh.dp_rank < self.mesh.layout.dp_shard
         square = sum_squares(self._find_owned(tensors) if is_answering else (), self.mesh.device)
-        sum_over(square, self.mesh.world_group)
+        sum_over(square, self.mesh.world_group, self.mesh.meter("world"))
         return square.sqrt().to(torch.promote_types(self.dtype, torch.float32))
 
     def _find_owned(self, tensors: Mapping[str, Tensor]) -> Iterable[Tensor]:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.layout import AXES, EXPERT_AXES, Layout
+from megaflow_trainer.parallel.traffic import Meter, Traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,8 @@ class Mesh:
     """Processes of the process group before rank 0 of this run."""
     device_mesh: DeviceMesh | None = None
     """The axes `AXES`, for what torch does itself; None for a single rank."""
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
+    """What this rank sends in the step in progress."""
     tp_rank: int = 0
     cp_rank: int = 0
     dp_rank: int = 0
@@ -82,6 +85,10 @@ class Mesh:
     def is_first(self) -> bool:
         """Whether this is the rank that speaks and writes for all."""
         return self.rank == 0
+
+    def meter(self, axis: str) -> Meter:
+        """What counts messages along an axis: tp, cp, dp, pp or world."""
+        return Meter(self.traffic, axis)
 
     @property
     def dp_size(self) -> int:
@@ -136,7 +143,7 @@ def build_mesh(launch: Launch, device: torch.device, backend: str, layout: Layou
     layout = layout or Layout(dp_replicate=launch.world_size)
     assert layout.size == launch.world_size, "checked with the configuration"
     if launch.world_size == 1:
-        return Mesh(rank=0, world_size=1, device=device, backend=backend, layout=layout)
+        return Mesh(rank=0, world_size=1, device=device, backend=backend, layout=layout, traffic=Traffic(device))
     groups, rank = _Groups(launch.base), launch.rank
 
     def make(*along: str, axes: tuple[str, ...] = AXES) -> dist.ProcessGroup | None:
@@ -152,6 +159,7 @@ def build_mesh(launch: Launch, device: torch.device, backend: str, layout: Layou
         backend=backend,
         layout=layout,
         base=launch.base,
+        traffic=Traffic(device),
         device_mesh=_make_device_mesh(groups, layout, rank, device),
         tp_rank=place["tp"],
         cp_rank=place["cp"],

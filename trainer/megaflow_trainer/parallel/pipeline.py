@@ -40,6 +40,7 @@ from megaflow_trainer.model.gpt import GPT, Absent
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.saved import SavedActivations, keep_saved
 from megaflow_trainer.parallel.shards import GradientSum, Piece, Shard, ShardMap
+from megaflow_trainer.parallel.traffic import Traffic
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": ScheduleGPipe,
@@ -98,9 +99,25 @@ class Chunk(nn.Module):
 class Stage(PipelineStage):
     """A stage that measures how long it computes, and hands gradients on as soon as they are there."""
 
-    def __init__(self, chunk: Chunk, *, sweep: Callable[[], None], busy: Busy, **options: Any) -> None:
+    def __init__(
+        self, chunk: Chunk, *, sweep: Callable[[], None], busy: Busy, traffic: Traffic, **options: Any
+    ) -> None:
         super().__init__(chunk, chunk.number, **options)
-        self.sweep, self.busy = sweep, busy
+        self.sweep, self.busy, self.traffic = sweep, busy, traffic
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        """Activations to the next stage."""
+        return self._count(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        """Gradients to the stage before."""
+        return self._count(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _count(self, ops: list[P2POp]) -> list[P2POp]:
+        for op in ops:
+            size = op.tensor.numel() * op.tensor.element_size()
+            self.traffic.count("pp", "send", size, is_background=True)
+        return ops
 
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
         """First messages to the neighbours, for the backend's sake; in a V a neighbour may be this very rank, to which
@@ -144,15 +161,25 @@ class StepSpans:
     @property
     def idle(self) -> float:
         """Part of the step in which nothing was computed; waits for a GPU to end it."""
+        return self.idle_s / _length(self._end())
+
+    @property
+    def idle_s(self) -> float:
+        """The same in seconds."""
+        return _length(self._end()) - sum(map(_length, self.spans))
+
+    def _end(self) -> tuple[Any, Any]:
+        """The whole step; waits for a GPU to end it."""
         assert self.whole is not None, "a step was measured"
         if not isinstance(self.whole[1], float):
             self.whole[1].synchronize()
-        return 1 - sum(map(_length, self.spans)) / _length(self.whole)
+        return self.whole
 
 
 def _length(span: tuple[Any, Any]) -> float:
+    """Seconds."""
     begin, end = span
-    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end))
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
 
 
 class Busy:
@@ -310,6 +337,7 @@ class Pipeline:
             chunk,
             sweep=self.sweep,
             busy=self.busy,
+            traffic=self.mesh.traffic,
             num_stages=count_chunks(self.parallel),
             device=self.mesh.device,
             input_args=(tokens if chunk.is_first else hidden,),

@@ -41,6 +41,7 @@ from megaflow_trainer.model.gpt import GPT, Absent
 from megaflow_trainer.parallel.collectives import copy_into, gather_tokens, scatter_sums, sum_from
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.shards import GradientSum, Piece, Shard, ShardMap, run, whole
+from megaflow_trainer.parallel.traffic import Meter
 from megaflow_trainer.parallel.vocabulary import VocabularyLoss
 
 
@@ -54,16 +55,17 @@ class TensorRanks:
     is_sequence: bool
     config: ModelConfig
     kv_group: dist.ProcessGroup | None
+    meter: Meter | None = None
     shards: dict[str, Shard] = field(default_factory=dict)
     sums: dict[str, tuple[GradientSum, ...]] = field(default_factory=dict)
 
     def enter(self, x: Tensor) -> Tensor:
         """From between the pairs into one: `[b, s, h]` whichever way tokens lie outside."""
-        return gather_tokens(x, self.group) if self.is_sequence else copy_into(x, self.group)
+        return (gather_tokens if self.is_sequence else copy_into)(x, self.group, meter=self.meter)
 
     def leave(self, x: Tensor) -> Tensor:
         """From inside a pair, where `x` is a term of a sum, to between the pairs."""
-        return scatter_sums(x, self.group) if self.is_sequence else sum_from(x, self.group)
+        return (scatter_sums if self.is_sequence else sum_from)(x, self.group, meter=self.meter)
 
     def own_tokens(self, x: Tensor, dim: int) -> Tensor:
         """This rank's run of what is given for all tokens along `dim`."""
@@ -90,7 +92,9 @@ def shard_tensor(model: GPT, mesh: Mesh, *, is_sequence: bool) -> ShardMap:
     """
     if mesh.tp_group is None:
         return ShardMap.of(model)
-    ranks = TensorRanks(mesh.tp_group, mesh.tp_rank, mesh.tp_size, is_sequence, model.config, mesh.kv_group)
+    ranks = TensorRanks(
+        mesh.tp_group, mesh.tp_rank, mesh.tp_size, is_sequence, model.config, mesh.kv_group, mesh.meter("tp")
+    )
     for name, module in model.named_modules():
         for pattern, style in PLAN:
             if fnmatch(name, pattern) and not isinstance(module, Absent):
@@ -245,7 +249,7 @@ def _drop_own(forward: Callable[..., Tensor], ranks: TensorRanks, x: Tensor, con
 def lead_to_loss(module: nn.Module, name: str, ranks: TensorRanks) -> None:
     """The model's loss over this rank's rows of the vocabulary."""
     assert isinstance(module, GPT)
-    module.loss = VocabularyLoss(ranks.group, ranks.own_vocabulary, ranks.is_sequence)
+    module.loss = VocabularyLoss(ranks.group, ranks.own_vocabulary, ranks.is_sequence, meter=ranks.meter)
 
 
 PLAN: tuple[tuple[str, Style], ...] = (

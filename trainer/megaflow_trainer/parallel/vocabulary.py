@@ -25,7 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaflow_trainer.parallel.collectives import copy_into, gather_tokens
+from megaflow_trainer.parallel.collectives import copy_into, gather_tokens, sum_over
+from megaflow_trainer.parallel.traffic import Meter, sending
 
 CHUNK_SCORES = 1 << 26
 """Scores of a chunk: 256 MiB in fp32."""
@@ -39,6 +40,7 @@ class VocabularyLoss:
     rows: range
     is_sequence: bool
     chunk_scores: int = CHUNK_SCORES
+    meter: Meter | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, target: Tensor, *, vocab_size: int, scale: float) -> Tensor:
         """Loss in nats per token, float32 (float64 from float64), `[b, s]`, the same on every rank.
@@ -50,10 +52,10 @@ class VocabularyLoss:
             vocab_size: rows of the full projection that are real tokens.
             scale: what scores are multiplied by.
         """
-        x = gather_tokens(x, self.group) if self.is_sequence else copy_into(x, self.group)
+        x = (gather_tokens if self.is_sequence else copy_into)(x, self.group, meter=self.meter)
         num_real = min(max(vocab_size - self.rows.start, 0), len(self.rows))
         chunk = max(1, self.chunk_scores // max(num_real, 1))
-        place = _Place(self.group, self.rows.start, scale, chunk)
+        place = _Place(self.group, self.rows.start, scale, chunk, self.meter)
         losses: Tensor = _LinearCrossEntropy.apply(x.flatten(0, 1), weight[:num_real], target.flatten(), place)
         return losses.view(target.shape)
 
@@ -64,6 +66,7 @@ class _Place:
     start: int
     scale: float
     chunk: int
+    meter: Meter | None
 
 
 def _score(x: Tensor, weight: Tensor, scale: float) -> Tensor:
@@ -113,13 +116,14 @@ def _compute_chunk(x: Tensor, weight: Tensor, target: Tensor, place: _Place) -> 
     """Loss and logarithm of the sum of exponentials of each token, `[c]`."""
     scores = _score(x, weight, place.scale)  # [c, v]
     largest = scores.amax(1) if len(weight) else scores.new_full((len(x),), -math.inf)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=place.group)
+    with sending(place.meter, "all_reduce", largest, place.group):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=place.group)
     sums = (scores - largest[:, None]).exp().sum(1)
     hits = torch.zeros_like(sums)
     if len(weight):
         column, is_here = _find_label(target, place.start, len(weight))
         hits = scores.gather(1, column[:, None])[:, 0].masked_fill(~is_here, 0)
     both = torch.stack([sums, hits])
-    dist.all_reduce(both, group=place.group)
+    sum_over(both, place.group, place.meter)
     log_sums = both[0].log() + largest
     return log_sums - both[1], log_sums

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaflow_trainer.parallel.traffic import read_flows
 from megaflow_trainer.training.clock import Clock, StepTimes
 from megaflow_trainer.training.step import StepReport
 
@@ -25,6 +26,8 @@ class StepResult:
     """Losses that are logged apart, what one micro-batch kept for backward where that is not plain, and the part of the
     step in which this rank waited for other stages of a pipeline.
     """
+    traffic: dict[str, dict[str, dict[str, float]]]
+    """What this rank sent and waited for, by axis and kind."""
     report: StepReport
     step_s: float
     seconds: dict[str, float]
@@ -79,8 +82,11 @@ def _read(entry: _Entry) -> StepResult:
     extras = dict(zip(entry.names, others, strict=True))
     if report.saved is not None:
         extras |= {"saved_bytes": report.saved.num_bytes, "kept_bytes": report.saved.kept_bytes}
+    traffic = read_flows(report.flows)
     if report.spans is not None:
         extras["pipeline_bubble"] = report.spans.idle
+        if "send" in traffic.get("pp", {}):
+            traffic["pp"]["send"]["waited_s"] = report.spans.idle_s
     return StepResult(
         step=entry.step,
         consumed_samples=entry.consumed,
@@ -89,6 +95,7 @@ def _read(entry: _Entry) -> StepResult:
         param_norm=None if report.param_norm is None else param_norm,
         is_skipped=bool(skipped),
         extras=extras,
+        traffic=traffic,
         report=report,
         step_s=step_s,
         seconds=seconds,

@@ -18,17 +18,19 @@ from datetime import timedelta
 import torch.distributed as dist
 
 POLL_S = 0.1
+PATIENCE = timedelta(minutes=30)
+"""How long ranks wait for each other: nodes of a cluster may start far apart."""
 
 
-def meet(store: dist.Store, rank: int, world_size: int, *, patience: timedelta | None = None) -> dist.Store:
+def meet(store: dist.Store, rank: int, world_size: int, *, patience: timedelta = PATIENCE) -> dist.Store:
     """Wait for all ranks of this start; returns the part of `store` that is theirs alone.
 
     Raises:
-        RuntimeError: if they do not come within `patience` (that of the store if not given).
+        RuntimeError: if they do not come within `patience`.
     """
     board, own = dist.PrefixStore("meeting", store), uuid.uuid4().hex[:12]
     board.set(f"here/{rank}", own)
-    deadline = time.monotonic() + (store.timeout if patience is None else patience).total_seconds()
+    deadline = time.monotonic() + patience.total_seconds()
     answered = ""
     while True:
         if rank == 0:
@@ -49,8 +51,8 @@ def _list_names(board: dist.Store, world_size: int) -> None:
     keys = [f"here/{rank}" for rank in range(world_size)]
     if not board.check(keys):
         return
-    names = b" ".join(board.get(key) for key in keys)
-    current = hashlib.sha256(names).hexdigest()[:16]
+    names = " ".join(board.get(key).decode() for key in keys)
+    current = hashlib.sha256(names.encode()).hexdigest()[:16]
     if not board.check([f"names/{current}"]):
         board.set(f"names/{current}", names)
         board.set("list", current)

@@ -109,6 +109,8 @@ class MetricsLog:
         if report.loss_scale is not None:
             values["loss_scale"] = report.loss_scale
         values |= last.extras
+        if last.traffic:
+            values["communication"] = last.traffic
         num_samples = sum(result.report.plan.num_samples for result in self.results) / count
         values |= measure_speed(self.config, self.mesh, num_samples / step_s)
         return values | measure_memory(self.mesh.device) | self.parts
@@ -160,6 +162,7 @@ def format_line(values: Mapping[str, Any], num_steps: int) -> str:
         )
     if "saved_error" in values:
         extras += f", rounded by {values['saved_error']:.2E}"
+    extras += describe_traffic(values.get("communication", {}))
     norm = "" if values.get("param_norm") is None else f" | params norm: {values['param_norm']:.6E}"
     return (
         f" iteration {values['iteration']}/{num_steps} | consumed samples: {values['consumed_samples']} | "
@@ -170,6 +173,15 @@ def format_line(values: Mapping[str, Any], num_steps: int) -> str:
         f"tokens/s/GPU: {values['tokens_per_s_per_gpu']:.0f} | TFLOP/s/GPU: {values['tflops_per_gpu']:.4g}{mfu} | "
         f"memory (MiB): {values['memory_now_bytes'] / 2**20:.0f}, peak {values['memory_peak_bytes'] / 2**20:.0f}"
     )
+
+
+def describe_traffic(traffic: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """What the first rank sent along each axis in the last step, and how long it waited, as a part of the line."""
+    parts = []
+    for axis, kinds in traffic.items():
+        sent, waited = (sum(kind[name] for kind in kinds.values()) for name in ("sent_bytes", "waited_s"))
+        parts.append(f"{axis} {sent / 2**20:.2f}, {waited * 1e3:.2f}")
+    return f" | sent (MiB), waited (ms): {'; '.join(parts)}" if parts else ""
 
 
 def _perplexity(loss: float) -> float:

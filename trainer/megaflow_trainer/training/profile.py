@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.traffic import LABEL
 from megaflow_trainer.training.clock import Clock
 from megaflow_trainer.training.say import say
 
@@ -55,7 +56,7 @@ class Profiler:
                 torch.cuda.synchronize(self.mesh.device)
             self._profile, self.num_steps = profile(activities=activities, acc_events=True), 0
             self._profile.start()
-            self.clock.is_traced = True
+            self.clock.is_traced = self.mesh.traffic.is_traced = True
 
     def after(self, step: int) -> None:
         """End and write if this was the last profiled step; waits for the device then."""
@@ -68,7 +69,7 @@ class Profiler:
             torch.cuda.synchronize(self.mesh.device)
         done, self._profile = self._profile, None
         done.stop()
-        self.clock.is_traced = False
+        self.clock.is_traced = self.mesh.traffic.is_traced = False
         self._write(done, step)
 
     def _write(self, done: Any, step: int) -> None:
@@ -89,21 +90,50 @@ def format_table(events: Sequence[Any], num_steps: int, *, is_cuda: bool) -> str
     for name in names:
         total = sum(event.cpu_time_total for event in phases if event.name == name)
         lines.append(f"{name.removeprefix(_PHASE):<40} {total / 1e3 / num_steps:>14.3f}")
+    lines += _list_messages(events, num_steps)
     field = "self_device_time_total" if is_cuda else "self_cpu_time_total"
     by_name: dict[str, tuple[float, int]] = {}
     for event in events:
-        if not event.name.startswith((_PHASE, "Profiler")):
+        if not event.name.startswith((_PHASE, LABEL, "Profiler")):
             time, calls = by_name.get(event.name, (0.0, 0))
             by_name[event.name] = (time + getattr(event, field), calls + 1)
     lines += ["", f"{'operation, by its own time on the device':<60} {'ms/step':>10} {'calls/step':>11}"]
     for name, (time, calls) in sorted(by_name.items(), key=lambda item: -item[1][0])[:_ROWS]:
         lines.append(f"{name[:60]:<60} {time / 1e3 / num_steps:>10.3f} {calls / num_steps:>11.1f}")
     if is_cuda:
-        kernels = [(e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"]
+        on_device = [e for e in events if e.device_type.name == "CUDA" and not e.name.startswith((_PHASE, LABEL))]
+        kernels = [(e.time_range.start, e.time_range.end) for e in on_device]
         if kernels:
             whole = max(end for _, end in kernels) - min(start for start, _ in kernels)
             lines += ["", f"no kernel ran for {1 - measure_union(kernels) / whole:.1%} of {whole / 1e3:.1f} ms"]
+        lines += _list_transfers(on_device, num_steps)
     return "\n".join(lines)
+
+
+def _list_messages(events: Sequence[Any], num_steps: int) -> list[str]:
+    """Host time in calls that block and in waiting, by axis and kind; nothing for a single rank."""
+    own = [event for event in events if event.name.startswith(LABEL) and event.device_type.name == "CPU"]
+    lines = ["", f"{'sent to other ranks, by axis':<40} {'host ms/step':>14} {'calls/step':>11}"] if own else []
+    for name in dict.fromkeys(event.name for event in own):
+        times = [event.cpu_time_total for event in own if event.name == name]
+        label = name.removeprefix(LABEL)
+        lines.append(f"{label:<40} {sum(times) / 1e3 / num_steps:>14.3f} {len(times) / num_steps:>11.1f}")
+    return lines
+
+
+def _list_transfers(kernels: Sequence[Any], num_steps: int) -> list[str]:
+    """Time of NCCL's kernels by kind, and how much of it no other kernel ran beside."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for event in kernels:
+        kind = event.name.split("(")[0].removeprefix("ncclDevKernel_") if event.name.startswith("nccl") else ""
+        spans.setdefault(kind, []).append((event.time_range.start, event.time_range.end))
+    work = spans.pop("", [])
+    lines = ["", f"{'NCCL kernel':<40} {'ms/step':>14} {'exposed ms':>11}"] if spans else []
+    covered = measure_union(work)
+    for kind, own in spans.items():
+        total, exposed = measure_union(own), measure_union([*work, *own]) - covered
+        lines.append(f"{kind[:40]:<40} {total / 1e3 / num_steps:>14.3f} {exposed / 1e3 / num_steps:>11.3f}")
+    return lines
 
 
 def measure_union(spans: Iterable[tuple[float, float]]) -> float:

@@ -33,5 +33,5 @@ class SideLosses:
     def reduce(self) -> dict[str, Tensor]:
         """Means per prediction over all ranks, fp64 scalars on the device. Sends one all-reduce a name."""
         for total in self.totals.values():
-            sum_over(total, self.mesh.loss_group)
+            sum_over(total, self.mesh.loss_group, self.mesh.meter("world"))
         return {name: total[0] / total[1].clamp(min=1) for name, total in self.totals.items()}

@@ -18,6 +18,7 @@ from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.pipeline import MicroBatch, Pipeline, StepSpans
 from megaflow_trainer.parallel.saved import SavedReport
 from megaflow_trainer.parallel.seed import number_samples
+from megaflow_trainer.parallel.traffic import Flow
 from megaflow_trainer.training.clock import BACKWARD, COMMUNICATION, FORWARD, OPTIMIZER, Clock
 from megaflow_trainer.training.feed import DeviceBatch, Feed
 from megaflow_trainer.training.side_losses import SideLosses
@@ -42,6 +43,8 @@ class StepReport:
     """Of each of them the sum of its losses and the number of predictions, one tensor `[2, b]` a micro-batch."""
     spans: StepSpans | None = None
     """When this rank computed, where the model is cut into stages."""
+    flows: dict[tuple[str, str], Flow] = field(default_factory=dict)
+    """What this rank sent, by axis and kind; the waiting is timed where the norm of the weights is measured."""
 
 
 def train_step(
@@ -62,6 +65,7 @@ def train_step(
     Sends an all-reduce of loss and count over all ranks that read other tokens, and what the gradients need. With
     `has_norm` the report holds the norm of the weights.
     """
+    mesh.traffic.start(is_timed=has_norm)
     with clock.phase(OPTIMIZER):
         model.module.train()
         model.gradients.start(plan.num_micro_batches)
@@ -88,7 +92,7 @@ def train_step(
             (loss_sum if lift == 1 else loss_sum * lift).backward()
         feed.prepare()
     with clock.phase(COMMUNICATION):
-        sum_over(totals, mesh.loss_group)
+        sum_over(totals, mesh.loss_group, mesh.meter("world"))
         model.gradients.reduce()
         report.side_losses = sides.reduce()
     with clock.phase(OPTIMIZER):
@@ -97,6 +101,7 @@ def train_step(
         _move(model, optimizer, report, config, num_tokens=num_tokens)
         report.param_norm = model.measure_norm() if has_norm else None
         report.saved = None if model.saved is None else model.saved.report
+    report.flows = mesh.traffic.take()
     return report
 
 
