@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from helpers.layouts import EOD, KINDS, Case, find_difference, find_mesh, run_case
 from helpers.pairs import write_pair
@@ -15,7 +17,9 @@ from helpers.ranks import RankPool
 from helpers.runs import one_rank, read_metrics, run_tiny
 from megaflow_trainer.config.layout import Layout
 from megaflow_trainer.parallel import context, data, tensor, vocabulary
+from megaflow_trainer.parallel.data import MainGradients
 from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.training import step
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
@@ -259,38 +263,83 @@ def test_a_whole_run_with_validation_equals_one_rank(eight_ranks: RankPool, tmp_
 
 def run_broken(mesh: Mesh, case: Case, where: str) -> dict[str, Any] | None:
     """The run with one collective removed."""
-    owner, name, without = REMOVED[where]
-    keep = getattr(owner, name)
+    owner, name, without, _ = BROKEN[where]
+    original = getattr(owner, name)
     setattr(owner, name, without)
     try:
         return run_case(mesh, case)
     finally:
-        setattr(owner, name, keep)
+        setattr(owner, name, original)
 
 
-REMOVED: dict[str, tuple[Any, str, Any]] = {
-    "entry of a pair": (tensor, "copy_into", lambda x, group, **_: x),
-    "exit of a pair": (tensor, "sum_from", lambda x, group, **_: x),
-    "entry of the loss": (vocabulary, "copy_into", lambda x, group, **_: x),
-    "terms of copied weights": (data, "add_terms", lambda views, mesh: None),
-    "copies of the embedding": (data, "add_terms", lambda views, mesh: None),
-    "squares of the norm": (data, "sum_over", lambda x, group, meter=None: None),
-    "keys of other ranks": (context, "_start_ring", lambda parts, ranks: lambda: parts),
+def keep_sum(x: torch.Tensor, group: Any, *_: Any, **__: Any) -> None:
+    """In place of an all-reduce."""
+
+
+def keep_own(output: torch.Tensor, input: torch.Tensor, *_: Any, group: Any, **__: Any) -> None:
+    """In place of a reduce-scatter."""
+    output.copy_(input.view(dist.get_world_size(group), -1)[dist.get_rank(group)].view_as(output))
+
+
+def repeat_own(x: torch.Tensor, group: Any, dim: int = 1, **_: Any) -> torch.Tensor:
+    """In place of an all-gather."""
+    return torch.cat([x] * dist.get_world_size(group), dim)
+
+
+def cut_own(x: torch.Tensor, group: Any, dim: int = 1, **_: Any) -> torch.Tensor:
+    """In place of a reduce-scatter of tokens."""
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+
+
+def exchange_nothing(x: torch.Tensor, group: Any, *, cut: int, join: int, **_: Any) -> torch.Tensor:
+    """In place of an all-to-all."""
+    return repeat_own(cut_own(x, group, cut), group, join)
+
+
+def keep(x: torch.Tensor, group: Any, **_: Any) -> torch.Tensor:
+    """In place of a collective that changes no shape."""
+    return x
+
+
+SHORT = {"steps": 4}
+BROKEN: dict[str, tuple[Any, str, Any, Case]] = {
+    "tp: entry of a pair": (tensor, "copy_into", keep, Case("gpt2", TP2, 2, **SHORT)),
+    "tp: exit of a pair": (tensor, "sum_from", keep, Case("gpt2", TP2, 2, **SHORT)),
+    "tp: entry of the loss": (vocabulary, "copy_into", keep, Case("gpt2", TP2, 2, **SHORT)),
+    "tp: sums of the loss": (vocabulary, "sum_over", keep_sum, Case("gpt2", TP2, 2, **SHORT)),
+    "sp: entry of a pair": (tensor, "gather_tokens", repeat_own, Case("gpt2", f"{TP2} {SP}", 2, **SHORT)),
+    "sp: exit of a pair": (tensor, "scatter_sums", cut_own, Case("gpt2", f"{TP2} {SP}", 2, **SHORT)),
+    "sp: terms of copied weights": (data, "add_terms", keep_sum, Case("gpt2", f"{TP2} {SP}", 2)),
+    "tp: squares of the norm": (data, "sum_over", keep_sum, Case("gpt2", TP2, 2, **SHORT)),
+    "dp: gradients": (data.dist, "all_reduce", keep_sum, Case("gpt2", SMALL, 2, **SHORT)),
+    "dp: losses": (step, "sum_over", keep_sum, Case("gpt2", "", 2, **SHORT)),
+    "zero1: gradients": (data.dist, "reduce_scatter_tensor", keep_own, Case("gpt2", f"{ZERO1} {SMALL}", 2, **SHORT)),
+    "zero1: weights": (MainGradients, "share_weights", lambda _: None, Case("gpt2", ZERO1, 2, **SHORT)),
+    "zero1: replicas": (data, "sum_over", keep_sum, Case("gpt2", f"{ZERO1} {HYBRID}", 4, micro=1, **SHORT)),
+    "zero2: gradients": (data.dist, "reduce_scatter_tensor", keep_own, Case("gpt2", ZERO2, 2, **SHORT)),
+    "zero3: gradients": (data.dist, "reduce_scatter_tensor", keep_own, Case("gpt2", ZERO3, 2, **SHORT)),
+    "pp: copies of the embedding": (data, "add_terms", keep_sum, Case("gpt2", PP2, 2)),
+    "pp: squares of the norm": (data, "sum_over", keep_sum, Case("gpt2", PP2, 2, **SHORT)),
+    "cp: keys of the ring": (context, "_start_ring", lambda parts, _: lambda: parts, Case("gpt2", CP2, 2, **SHORT)),
+    "cp: keys gathered": (
+        context,
+        "gather_tokens",
+        repeat_own,
+        Case("gpt2", f"{CP2} {CP_KINDS['all_gather']}", 2, **SHORT),
+    ),
+    "cp: heads exchanged": (
+        context,
+        "exchange",
+        exchange_nothing,
+        Case("gpt2", f"{CP2} {CP_KINDS['a2a']}", 2, **SHORT),
+    ),
 }
-BROKEN = {
-    "entry of a pair": Case("gpt2", TP2, 2),
-    "exit of a pair": Case("gpt2", TP2, 2),
-    "entry of the loss": Case("gpt2", TP2, 2),
-    "terms of copied weights": Case("gpt2", f"{TP2} {SP}", 2),
-    "squares of the norm": Case("gpt2", TP2, 2),
-    "copies of the embedding": Case("gpt2", PP2, 2),
-    "keys of other ranks": Case("gpt2", CP2, 2),
-}
+"""Where a collective is removed: by which name who calls it, what is there instead, and a run that has it."""
 
 
 @pytest.mark.parametrize("where", BROKEN)
 def test_a_removed_collective_is_noticed(eight_ranks: RankPool, where: str) -> None:
-    case = BROKEN[where]
+    case = BROKEN[where][-1]
     found = eight_ranks.run(run_broken, case, where)[0]
     difference = find_difference(run_alone(replace(case, flags="", num_ranks=1)), found)
     assert any(difference[name] > 10 * largest for name, largest in PRECISION.items()), difference
@@ -300,5 +349,5 @@ def test_a_removed_collective_is_noticed(eight_ranks: RankPool, where: str) -> N
 @pytest.mark.parametrize("kind", ["multi_query", "qwen", "latent"])
 def test_removed_terms_of_heads_are_noticed(eight_ranks: RankPool, kind: str) -> None:
     case = Case(kind, TP2, 2)
-    found = eight_ranks.run(run_broken, case, "terms of copied weights")[0]
+    found = eight_ranks.run(run_broken, case, "sp: terms of copied weights")[0]
     assert find_difference(run_alone(replace(case, flags="", num_ranks=1)), found)["weights"] > 1e-3

@@ -53,7 +53,9 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A run: kind of model, flags of the layout, ranks, vocabulary, whether masks are unequal, flags of all layouts."""
+    """A run: kind of model, flags of the layout, ranks, vocabulary, whether masks are unequal, flags of all layouts,
+    steps.
+    """
 
     kind: str
     flags: str = ""
@@ -62,6 +64,7 @@ class Case:
     eod_id: int | None = EOD
     micro: int = 2
     common: str = ""
+    steps: int = STEPS
 
 
 @dataclass
@@ -134,7 +137,7 @@ def run_case(pool_mesh: Mesh, case: Case) -> dict[str, Any] | None:
     feed = Feed(loader, mesh.device, clock, vocab_size=case.vocab, eod_id=case.eod_id)  # type: ignore[arg-type]
     count = config.step.sizes.num_micro_batches
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(case.steps):
         plan = StepPlan(
             lr=1e-3,
             weight_decay=0.01,
