@@ -109,6 +109,7 @@ def test_recompute_on_tp2_dp2_equals_one_rank(eight_ranks: RankPool, layout: str
     compare(eight_ranks, Case("gpt2", f"{layout} {flags} {SMALL}", 4))
 
 
+SLOW = pytest.mark.slow
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
 SCHEDULES = {
@@ -121,19 +122,19 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=SLOW)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pp2_equals_one_rank_by_every_schedule(eight_ranks: RankPool, schedule: str, kind: str) -> None:
     compare(eight_ranks, Case(kind, f"{PP2} {SCHEDULES[schedule]}", 2))
 
 
-@pytest.mark.parametrize("micro", [1, 4, 8], ids=["8 micro-batches", "2", "1"])
+@pytest.mark.parametrize("micro", [1, pytest.param(4, marks=SLOW), 8], ids=["8 micro-batches", "2", "1"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pp2_takes_any_number_of_micro_batches(eight_ranks: RankPool, schedule: str, micro: int) -> None:
     compare(eight_ranks, Case("gpt2", f"{PP2} {SCHEDULES[schedule]} {SMALL}", 2, micro=micro))
 
 
-@pytest.mark.parametrize("kind", quick("multi_query", "further"))
+@pytest.mark.parametrize("kind", quick("multi_query", "further", "llama"))
 def test_pp2_of_every_kind_of_ends_equals_one_rank(eight_ranks: RankPool, kind: str) -> None:
     compare(eight_ranks, Case(kind, PP2, 2))
 

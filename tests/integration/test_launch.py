@@ -70,10 +70,12 @@ def test_stages_on_two_nodes_train_like_one_rank(prefix: str, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for the ranks in /proc")
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_a_killed_rank_starts_all_anew_from_the_last_checkpoint(prefix: str, tmp_path: Path, num_nodes: int) -> None:
+@pytest.mark.parametrize("num_nodes, layout", [(1, "--tensor-model-parallel-size 2"), (2, "")], ids=["tp2", "2_nodes"])
+def test_a_killed_rank_starts_all_anew_from_the_last_checkpoint(
+    prefix: str, tmp_path: Path, num_nodes: int, layout: str
+) -> None:
     length = ("--train-iters", "300", *LENGTH[2:], "--data-path", prefix)
-    flags = [*TINY, *length, "--save-interval", "10", "--save", str(tmp_path / "run")]
+    flags = [*TINY, *length, *layout.split(), "--save-interval", "10", "--save", str(tmp_path / "run")]
     options, logs = meet(num_nodes=num_nodes, restarts=1), [tmp_path / f"{node}.log" for node in range(num_nodes)]
     agents = [start_agent(log, flags, nproc=2 // num_nodes, options=options) for log in logs]
     speaks = next_to_speak(logs, agents)

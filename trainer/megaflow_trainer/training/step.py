@@ -13,9 +13,10 @@ from megaflow_trainer.optim.clip import clip_factor
 from megaflow_trainer.optim.optimizer import Optimizer
 from megaflow_trainer.optim.schedule import StepPlan
 from megaflow_trainer.parallel.apply import ParallelModel
+from megaflow_trainer.parallel.busy import StepSpans
 from megaflow_trainer.parallel.collectives import sum_over
 from megaflow_trainer.parallel.mesh import Mesh
-from megaflow_trainer.parallel.pipeline import MicroBatch, Pipeline, StepSpans
+from megaflow_trainer.parallel.pipeline import MicroBatch, Pipeline
 from megaflow_trainer.parallel.saved import SavedReport
 from megaflow_trainer.parallel.seed import number_samples
 from megaflow_trainer.parallel.traffic import Flow
