@@ -183,3 +183,38 @@ def test_nothing_is_timed_between_log_lines_and_a_step_hands_over_what_it_counte
     }
     traffic.start()
     assert traffic.take() == {}
+
+
+class Event:
+    """A GPU's event that was reached at the next of `times`, in ms."""
+
+    times: list[float]
+    log: list[str]
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = 0.0
+
+    def record(self, stream: str) -> None:
+        self.at = Event.times.pop(0)
+        Event.log.append(stream)
+
+    def synchronize(self) -> None:
+        Event.log.append("waited")
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+def test_on_a_gpu_events_of_the_computing_stream_are_read_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    Event.times, Event.log = [10.0, 14.0, 20.0, 21.0], []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    traffic = Traffic(torch.device("cuda", 1))
+    traffic.start()
+    for _ in range(2):
+        with traffic.wait("tp", "all_gather"):
+            pass
+    assert Event.log == ["stream of cuda:1"] * 4  # nothing was waited for
+    (values,) = read_flows(traffic.take())["tp"].values()
+    assert values["waited_s"] == pytest.approx(0.005)
