@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -26,12 +27,15 @@ CoreInput: TypeAlias = "tuple[str, str, Any, tuple[int, int] | None]"
 _REMOTE = re.compile(r"^[a-z][a-z0-9+.-]*://")
 
 
-def resolve_inputs(inputs: Input | Sequence[Input], *, takes_text: bool = False) -> list[CoreInput]:
+def resolve_inputs(
+    inputs: Input | Sequence[Input], *, takes_text: bool = False, notes: list[str] | None = None
+) -> list[CoreInput]:
     """Inputs as the core takes them, in reading order.
 
     Args:
         inputs: names (a file, a folder, a pattern, `@list`, `-`, a URL such as `s3://bucket/part.parquet`) or tables.
         takes_text: whether folders are searched for `.txt` files too.
+        notes: gets a sentence for each input that is named more than once. It is read once, at its first place.
 
     Raises:
         MissingFileError: if a folder, pattern or list leads nowhere.
@@ -53,7 +57,24 @@ def resolve_inputs(inputs: Input | Sequence[Input], *, takes_text: bool = False)
     unique: dict[tuple[str, str], CoreInput] = {}
     for found in resolved:
         unique.setdefault(found[:2], found)
+    if notes is not None:
+        notes += _tell_repeats(resolved, list(unique))
     return list(unique.values())
+
+
+def _tell_repeats(resolved: Sequence[CoreInput], unique: Sequence[tuple[str, str]]) -> list[str]:
+    counts = Counter(found[:2] for found in resolved)
+    told = [
+        f"{name} is named {counts[kind, name]} times; it is read once, at its first place"
+        for kind, name in unique
+        if counts[kind, name] > 1
+    ]
+    firsts: dict[str, str] = {}
+    for kind, name in unique:
+        first = firsts.setdefault(os.path.realpath(name), name) if kind == "file" and name != "-" else name
+        if first != name:
+            told.append(f"{first} and {name} are the same file; it is read twice")
+    return told
 
 
 def plan_shards(inputs: Sequence[CoreInput], input_format: str, num_shards: int) -> list[list[CoreInput]]:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -101,7 +101,7 @@ class PreprocessReport:
     text_bytes: int
     """Bytes of the texts that were tokenized, in UTF-8."""
     warnings: list[str]
-    """Sentences about inputs whose names promise something else than they hold."""
+    """Sentences about inputs that are named twice, or whose names promise something else than they hold."""
     resumed_documents: int
     """Documents that an interrupted job had done before."""
     records: int
@@ -155,9 +155,11 @@ def preprocess(
         CheckpointError: an interrupted job of the same output was another one; `restart` throws it away.
     """
     options = options or PreprocessOptions()
-    resolved = resolve_inputs(inputs, takes_text=options.input_format.startswith("text"))
+    notes: list[str] = []
+    resolved = resolve_inputs(inputs, takes_text=options.input_format.startswith("text"), notes=notes)
     prefix = options.output_prefix or default_prefix(inputs)
-    return run_job(resolved, prefix, options, tokenizer or Tokenizer.gpt2(), progress)
+    report = run_job(resolved, prefix, options, tokenizer or Tokenizer.gpt2(), progress)
+    return replace(report, warnings=[*notes, *report.warnings])
 
 
 def run_job(

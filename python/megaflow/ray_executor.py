@@ -63,7 +63,8 @@ def preprocess_on_ray(
     except ImportError:
         raise ConfigError("--executor ray needs the package ray: pip install 'megaflow[ray]'") from None
     start_s = time.perf_counter()
-    resolved = [_for_any_node(found) for found in resolve_inputs(inputs, takes_text=_takes_text(options))]
+    notes: list[str] = []
+    resolved = [_for_any_node(found) for found in resolve_inputs(inputs, takes_text=_takes_text(options), notes=notes)]
     prefix = str(Path(options.output_prefix or default_prefix(inputs)).absolute())
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
@@ -81,7 +82,7 @@ def preprocess_on_ray(
     report = merge_pairs(prefix, reports, sum_reports(reports, time.perf_counter() - start_s), options=options)
     for name in prefixes:
         done_note(name).unlink(missing_ok=True)
-    return replace(report, workers=slots * threads)
+    return replace(report, workers=slots * threads, warnings=[*notes, *report.warnings])
 
 
 def run_shard_anywhere(

@@ -63,12 +63,14 @@ def preprocess_shard(
         ConfigError: if an input is standard input.
         Otherwise as `preprocess`.
     """
-    resolved = resolve_inputs(inputs, takes_text=options.input_format.startswith("text"))
+    notes: list[str] = []
+    resolved = resolve_inputs(inputs, takes_text=options.input_format.startswith("text"), notes=notes)
     prefix = shard_prefix(options.output_prefix or default_prefix(inputs), index, num_shards)
     if any(name == "-" for _, name, _, _ in resolved):
         raise ConfigError("--shard cuts files: standard input cannot be read by each of the shards")
     shard = plan_shards(resolved, options.input_format, num_shards)[index]
-    return run_shard(shard, prefix, options, tokenizer, progress)
+    report = run_shard(shard, prefix, options, tokenizer, progress)
+    return replace(report, warnings=[*notes, *report.warnings])
 
 
 def run_shard(

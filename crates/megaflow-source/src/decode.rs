@@ -1,6 +1,8 @@
 //! Compressed streams to bytes. A damaged or short stream is an error of the whole input, never a silent end.
 
-use std::io::{self, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
+
+use flate2::bufread::GzDecoder;
 
 use crate::access::{ContentHash, HashingReader};
 use crate::content::Compression;
@@ -14,7 +16,7 @@ type Raw = BufReader<HashingReader>;
 /// An input, unpacked. All members, frames or streams of a file follow one another.
 pub(crate) enum Decoded {
     Plain(Raw),
-    Gzip(flate2::bufread::MultiGzDecoder<Raw>),
+    Gzip(GzipMembers),
     Zstd(zstd::stream::read::Decoder<'static, Raw>),
     Bzip2(Box<bzip2::bufread::MultiBzDecoder<Raw>>),
     Xz(liblzma::bufread::XzDecoder<Raw>),
@@ -25,7 +27,7 @@ impl Decoded {
         let raw = BufReader::with_capacity(BUFFER_BYTES, raw);
         Ok(match compression {
             Compression::None => Self::Plain(raw),
-            Compression::Gzip => Self::Gzip(flate2::bufread::MultiGzDecoder::new(raw)),
+            Compression::Gzip => Self::Gzip(GzipMembers(Some(GzDecoder::new(raw)))),
             Compression::Zstd => {
                 let mut decoder = zstd::stream::read::Decoder::with_buffer(raw)?;
                 decoder.window_log_max(ZSTD_WINDOW_LOG_MAX)?;
@@ -49,7 +51,7 @@ impl Decoded {
     fn raw(&self) -> &HashingReader {
         match self {
             Self::Plain(raw) => raw.get_ref(),
-            Self::Gzip(decoder) => decoder.get_ref().get_ref(),
+            Self::Gzip(members) => members.decoder().get_ref().get_ref(),
             Self::Zstd(decoder) => decoder.get_ref().get_ref(),
             Self::Bzip2(decoder) => decoder.get_ref().get_ref(),
             Self::Xz(decoder) => decoder.get_ref().get_ref(),
@@ -61,10 +63,52 @@ impl Read for Decoded {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
             Self::Plain(raw) => raw.read(buffer),
-            Self::Gzip(decoder) => decoder.read(buffer),
+            Self::Gzip(members) => members.read(buffer),
             Self::Zstd(decoder) => decoder.read(buffer),
             Self::Bzip2(decoder) => decoder.read(buffer),
             Self::Xz(decoder) => decoder.read(buffer),
+        }
+    }
+}
+
+/// The members of a gzip file, one after the other. Zeros behind a member, which tapes and block devices leave, are passed
+/// over, as by gzip itself; anything else there is an error.
+pub(crate) struct GzipMembers(Option<GzDecoder<Raw>>);
+
+impl GzipMembers {
+    fn decoder(&self) -> &GzDecoder<Raw> {
+        self.0.as_ref().expect("put back by each read")
+    }
+
+    /// Goes to the next member; false at the end of the file.
+    fn next_member(&mut self) -> io::Result<bool> {
+        let decoder = self.0.as_mut().expect("put back by each read");
+        let raw = decoder.get_mut();
+        loop {
+            let ahead = raw.fill_buf()?;
+            if ahead.is_empty() {
+                return Ok(false);
+            }
+            let zeros = ahead.iter().take_while(|&&byte| byte == 0).count();
+            let has_member = zeros < ahead.len();
+            raw.consume(zeros);
+            if has_member {
+                let raw = self.0.take().expect("it is there above").into_inner();
+                self.0 = Some(GzDecoder::new(raw));
+                return Ok(true);
+            }
+        }
+    }
+}
+
+impl Read for GzipMembers {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        loop {
+            let decoder = self.0.as_mut().expect("put back by each read");
+            let count = decoder.read(buffer)?;
+            if count > 0 || buffer.is_empty() || !self.next_member()? {
+                return Ok(count);
+            }
         }
     }
 }
@@ -119,6 +163,23 @@ mod tests {
             assert_eq!(bytes, [b"one\n".to_vec(), text()].concat(), "{compression:?}");
             assert_eq!(content.bytes, file.len() as u64, "{compression:?}");
             assert_eq!(content.xxh3_64, [xxhash_rust::xxh3::xxh3_64(&file)]);
+        }
+    }
+
+    #[test]
+    fn zeros_behind_a_member_of_gzip_are_passed_over_and_nothing_else_is() {
+        let gzip = |bytes: &[u8]| packed(Compression::Gzip, bytes);
+        let zeros = |count| vec![0; count];
+        for padding in [1, 10_240, 3 << 20] {
+            let file = [gzip(b"one\n"), zeros(padding), gzip(b"two\n"), zeros(padding)].concat();
+            let (bytes, content) = unpack(file.clone()).unwrap();
+            assert_eq!(bytes, b"one\ntwo\n");
+            assert_eq!(content.bytes, file.len() as u64);
+        }
+        for rubbish in [b"x".as_slice(), b"\x1f\x8b", b"not a member at all"] {
+            for padding in [0, 7] {
+                assert!(unpack([gzip(b"one\n"), zeros(padding), rubbish.to_vec()].concat()).is_err(), "{rubbish:?}");
+            }
         }
     }
 

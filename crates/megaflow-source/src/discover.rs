@@ -1,6 +1,5 @@
 //! From what a user names to the files that are read.
 
-use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use crate::SourceError;
@@ -15,7 +14,7 @@ const PACKED: [&str; 6] = ["gz", "gzip", "zst", "zstd", "bz2", "xz"];
 /// A name is a file, a folder (all files below it with an ending of a known format, but for results of earlier jobs; `.txt` if
 /// `takes_text`), a pattern (`part-*.jsonl`, by
 /// path), or `@list` (a file of names, one a line). Names keep their order; what one name leads to is sorted by the bytes of
-/// its path. A file that several names lead to is read once, at its first place.
+/// its path. A file that several names lead to comes as often.
 ///
 /// # Errors
 /// [`SourceError::NothingFound`] for a folder, pattern or list that leads nowhere; a plain name is checked when it is read.
@@ -24,8 +23,6 @@ pub fn discover(names: &[PathBuf], takes_text: bool) -> Result<Vec<PathBuf>, Sou
     for name in names {
         add(name, takes_text, &mut found)?;
     }
-    let mut seen = HashSet::new();
-    found.retain(|path: &PathBuf| seen.insert(path.clone()));
     Ok(found)
 }
 
@@ -150,7 +147,10 @@ mod tests {
             paths(&["a.jsonl.gz", "b.jsonl", "sub/c.parquet"])
         );
         assert_eq!(discover(&[here], true).unwrap(), paths(&["d.txt"]));
-        assert_eq!(discover(&[text("?.jsonl*"), text("b.jsonl")], false).unwrap(), paths(&["a.jsonl.gz", "b.jsonl"]));
+        assert_eq!(
+            discover(&[text("?.jsonl*"), text("b.jsonl")], false).unwrap(),
+            paths(&["a.jsonl.gz", "b.jsonl", "b.jsonl"])
+        );
         std::fs::write(root.join("list"), format!("{}\n\n{}\n", text("d.txt").display(), text("b.jsonl").display()))
             .unwrap();
         assert_eq!(

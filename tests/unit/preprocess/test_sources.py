@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,39 @@ def test_every_container_gives_the_bytes_of_plain_lines(
     [record] = sidecar["sources"]
     formats = {".parquet": "parquet", ".arrow": "arrow", ".arrows": "arrow-stream"}
     assert (record["format"], record["num_records"]) == (formats.get(ending, "jsonl"), len(TEXTS))
+
+
+def test_members_frames_and_streams_follow_one_another_and_gzip_is_padded_with_zeros(
+    lines: bytes, expected: bytes, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    cuts = [0, lines.index(b"\n", 99) + 1, len(lines) // 2, len(lines)]  # at a line, and inside one
+    for ending in (".jsonl.gz", ".jsonl.zst", ".jsonl.bz2", ".jsonl.xz"):
+        parts = [LINES[ending](lines[begin:end]) for begin, end in pairwise(cuts)]
+        for padding in (0, 512) if ending == ".jsonl.gz" else (0,):
+            path = tmp_path / f"joined{padding}{ending}"
+            path.write_bytes(b"".join(part + bytes(padding) for part in parts))
+            preprocess(str(path), PreprocessOptions(output_prefix=str(tmp_path / "joined")), tokenizer=tokenizer)
+            assert pair_bytes(tmp_path / "joined") == expected, path.name
+    (tmp_path / "rubbish.jsonl.gz").write_bytes(LINES[".jsonl.gz"](lines) + bytes(512) + b"rubbish")
+    with pytest.raises(DataFormatError, match=r"rubbish\.jsonl\.gz"):
+        preprocess(str(tmp_path / "rubbish.jsonl.gz"), tokenizer=tokenizer)
+
+
+def test_an_input_that_is_named_twice_is_told(
+    lines: bytes, expected: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, link, prefix = tmp_path / "in.jsonl", tmp_path / "link.jsonl", tmp_path / "out"
+    path.write_bytes(lines)
+    assert main([str(path), str(tmp_path / "*.jsonl"), "--output-prefix", str(prefix)]) == 0
+    assert f"warning: {path} is named 2 times; it is read once, at its first place" in capsys.readouterr().err
+    assert pair_bytes(prefix) == expected
+    link.symlink_to(path)
+    assert main([str(path), str(link), "--output-prefix", str(prefix)]) == 0
+    assert f"warning: {path} and {link} are the same file; it is read twice" in capsys.readouterr().err
+    assert len(pair_bytes(prefix)) > len(expected)
+    (tmp_path / "copy.jsonl").write_bytes(lines)
+    assert main([str(path), str(tmp_path / "copy.jsonl"), "--output-prefix", str(prefix)]) == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_tables_in_memory_are_sources(expected: bytes, tokenizer: Tokenizer, tmp_path: Path) -> None:
