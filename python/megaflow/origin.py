@@ -61,10 +61,12 @@ class OriginFinder:
 
     Args:
         dataset: samples that stay (`GPTDataset`, a blend), or a `StreamingDataset`, which is read anew up to them.
+        start: of a stream, the position (of a loader's state) from which it is read; by default its beginning.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, start: str | None = None) -> None:
         self.dataset = dataset
+        self.start = start
         self._sidecars: dict[str, dict[str, Any] | None] = {}
 
     def samples(self, positions: Iterable[int]) -> list[SampleOrigin]:
@@ -106,7 +108,7 @@ class OriginFinder:
 
     def _of_stream(self, positions: list[int]) -> list[SampleOrigin]:
         found: dict[int, SampleOrigin] = {}
-        stream = self.dataset.open_at()
+        stream = self.dataset.open_at(self.start)
         for position in sorted(set(positions)):
             pieces = tuple(_stream_piece(piece) for piece in stream.pieces_at(position))
             found[position] = SampleOrigin(sample=position, pieces=pieces)

@@ -46,6 +46,9 @@ class StreamingDataset:
         invalid_utf8: as for `megaflow.preprocess`.
         append_eod: whether the end-of-document token is appended to each document.
         eod_token: text of that token; by default the declared one, else the first known name.
+        split: shares of train, valid and test, such as "969,30,1"; None takes everything. A document's text decides
+            which part it is in: the same text falls into the same part of any corpus, whatever seed or file.
+        split_name: "train", "valid" or "test".
         on_bad_record: whether a record without text ends the stream with an error, or is skipped and counted.
         max_bad_records: with skip: how many are allowed.
         special_tokens_in_text: as for `megaflow.preprocess`.
@@ -80,6 +83,8 @@ class StreamingDataset:
         invalid_utf8: Literal["error", "replace"] = "error",
         append_eod: bool = True,
         eod_token: str | None = None,
+        split: str | None = None,
+        split_name: str = "train",
         on_bad_record: Literal["error", "skip"] = "error",
         max_bad_records: int | None = None,
         special_tokens_in_text: str = "text",
@@ -88,7 +93,11 @@ class StreamingDataset:
         block_bytes: int = 1 << 20,
     ) -> None:
         self.tokenizer = tokenizer or Tokenizer.gpt2()
-        self.inputs: list[CoreInput] = resolve_inputs(sources, takes_text=input_format.startswith("text"))
+        self.warnings: list[str] = []
+        """Sentences about inputs that are named twice."""
+        self.inputs: list[CoreInput] = resolve_inputs(
+            sources, takes_text=input_format.startswith("text"), notes=self.warnings
+        )
         if any(name == "-" for _, name, _, _ in self.inputs):
             raise ConfigError("standard input can be read once, so no run could go on from it; name a file")
         self.seq_len = seq_len
@@ -96,6 +105,7 @@ class StreamingDataset:
         self.pad_id = pad_id
         self.num_threads = num_threads
         self._eod_token = eod_token
+        self._part = _find_part(split, split_name)
         self.eod_id = self._find_eod(append_eod, eod_token)
         self._order: dict[str, Any] = {
             "seq_len": seq_len,
@@ -110,6 +120,7 @@ class StreamingDataset:
             "input_format": input_format,
             "invalid_utf8": invalid_utf8,
             "eod_id": self.eod_id if append_eod else None,
+            **({} if split is None else {"split": split, "split_name": split_name}),
             "on_bad_record": on_bad_record,
             "special_tokens_in_text": special_tokens_in_text,
             "add_special_tokens": add_special_tokens,
@@ -163,7 +174,7 @@ class StreamingDataset:
             MissingFileError, FileAccessError, DataFormatError: if an input cannot be opened.
             CheckpointError: if the position does not fit the inputs.
         """
-        settings = {**self._order, **self._other, "inputs": self.inputs}
+        settings = {**self._order, **self._other, "inputs": self.inputs, "part": self._part}
         return OpenStream(_core.Stream(settings, self.tokenizer._core, position))
 
     def recipe(self) -> dict[str, Any]:
@@ -234,6 +245,20 @@ class OpenStream:
             }
             for source, number, offset, counted_from, first, count in self._core.origins(index)
         ]
+
+
+def _find_part(split: str | None, split_name: str) -> tuple[int, int] | None:
+    """The part of the documents as a range of shares in 2^32; None for all."""
+    from megaflow.dataset import SPLIT_NAMES
+
+    if split is None:
+        return None
+    if split_name not in SPLIT_NAMES:
+        raise ConfigError(f"split_name = {split_name!r}: expected one of {', '.join(SPLIT_NAMES)}")
+    part = _core.split_sequences(split, 1 << 32)[SPLIT_NAMES.index(split_name)]
+    if part is None or part[0] == part[1]:
+        raise ConfigError(f"split = {split!r}: the {split_name} part is empty; give it a share")
+    return part
 
 
 def _size_of(kind: str, name: str, item: Any) -> int | None:

@@ -22,6 +22,12 @@ pub enum SampleError {
         /// File, place, what was expected and what was found.
         detail: String,
     },
+    /// The inputs hold nothing from which a sample could be made.
+    #[error("{detail}")]
+    Empty {
+        /// Inputs, and what was found in them.
+        detail: String,
+    },
     /// The sample is being made. Ask again: nothing is lost.
     #[error("sample {index} is not made yet")]
     NotReady {

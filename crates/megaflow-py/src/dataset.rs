@@ -30,6 +30,7 @@ impl IntoPyErr for SampleError {
     fn into_py_err(self) -> PyErr {
         let class = match self {
             Self::OutOfRange { .. } => "SampleIndexError",
+            Self::Empty { .. } => "NoDocumentsError",
             _ => "DataFormatError",
         };
         error(class, self.to_string())

@@ -24,6 +24,7 @@ impl IntoPyErr for PrefetchError {
         let class = match &self {
             Self::BadSetting { .. } => "ConfigError",
             Self::Sample { source: megaflow_core::SampleError::OutOfRange { .. }, .. } => "SampleIndexError",
+            Self::Sample { source: megaflow_core::SampleError::Empty { .. }, .. } => "NoDocumentsError",
             Self::Sample { .. } => "DataFormatError",
             Self::Forked { .. } => "ForkError",
             _ => "MegaflowError",

@@ -5,7 +5,7 @@ use std::path::Path;
 use megaflow_source::{Block, Outcome, ParseOptions, Place, Position, RejectReason, parse_block};
 use megaflow_tokenize::{Encoder, Tokenizer};
 
-use crate::{OnBadRecord, StreamError, StreamOptions};
+use crate::{OnBadRecord, StreamError, StreamOptions, text_share};
 
 /// Where a document lies in the inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,7 +74,10 @@ impl<'a> BlockEncoder<'a> {
                 Outcome::Blank => None,
                 Outcome::Bad(reason) => Some(reason),
                 Outcome::Record(fields) => {
-                    let texts = fields.iter().flat_map(|field| field.texts());
+                    let texts = fields.iter().flat_map(|field| field.texts()).map(AsRef::<str>::as_ref);
+                    if options.part.as_ref().is_some_and(|part| !part.contains(&text_share(texts.clone()))) {
+                        return true;
+                    }
                     let encoded = texts.clone().try_for_each(|text| encoder.encode(text, &mut done.tokens));
                     done.text_bytes += texts.map(|text| text.len() as u64).sum::<u64>();
                     encoded.err().map(|error| RejectReason::NotTokenized { detail: error.to_string() })

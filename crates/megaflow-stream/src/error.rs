@@ -25,11 +25,14 @@ pub enum StreamError {
     NoSources,
     /// The inputs hold no document.
     #[error(
-        "the {num_sources} inputs hold no document ({bad_records} bad records were skipped); is the key of the text right?"
+        "the {num_sources} inputs hold no document{} ({bad_records} bad records were skipped); is the key of the text right?",
+        if *.is_part { " of the part that was asked for" } else { "" }
     )]
     NoDocuments {
         /// Inputs of the stream.
         num_sources: usize,
+        /// Whether a part of the documents was asked for.
+        is_part: bool,
         /// Records that were skipped.
         bad_records: u64,
     },

@@ -20,7 +20,7 @@ mod window;
 
 pub use documents::DocumentPlace;
 pub use error::StreamError;
-pub use options::{OnBadRecord, StreamOptions};
+pub use options::{OnBadRecord, StreamOptions, text_share};
 pub use output::StreamCounts;
 pub use packer::StreamPiece;
 pub use source::StreamSource;

@@ -1,7 +1,10 @@
 //! What a stream is to do.
 
+use std::ops::Range;
+
 use megaflow_source::Format;
 use megaflow_tokenize::EncodeOptions;
+use xxhash_rust::xxh3::Xxh3;
 
 use crate::StreamError;
 
@@ -48,12 +51,25 @@ pub struct StreamOptions {
     pub append_eod: Option<u32>,
     /// What a record that is no document does.
     pub on_bad_record: OnBadRecord,
+    /// Which documents are read: those whose [`text_share`] lies in it. `None` takes all.
+    pub part: Option<Range<u64>>,
     /// How texts are encoded.
     pub encode: EncodeOptions,
     /// Threads that read and tokenize.
     pub num_threads: usize,
     /// Bytes of input that a thread takes at a time.
     pub block_bytes: usize,
+}
+
+/// Where a document lies between 0 and 2^32 - 1, from its text alone: spread evenly, and equal texts alike, so that a text
+/// and its copies fall into one part of the data whatever file or row they stand in.
+pub fn text_share<'a>(texts: impl Iterator<Item = &'a str>) -> u64 {
+    let mut hash = Xxh3::new();
+    for text in texts {
+        hash.update(&(text.len() as u64).to_le_bytes());
+        hash.update(text.as_bytes());
+    }
+    hash.digest() >> 32
 }
 
 impl StreamOptions {

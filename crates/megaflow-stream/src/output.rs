@@ -220,7 +220,11 @@ impl Output {
 impl State {
     fn check_ahead(&self, index: u64) -> Result<(), SampleError> {
         if let Some(failure) = self.failure.as_ref().filter(|_| index >= self.next) {
-            return Err(SampleError::Damaged { index, detail: failure.to_string() });
+            let detail = failure.to_string();
+            return Err(match failure {
+                StreamError::NoDocuments { .. } => SampleError::Empty { detail },
+                _ => SampleError::Damaged { index, detail },
+            });
         }
         match self.ended_at {
             Some(num_samples) if index >= num_samples => Err(SampleError::OutOfRange { index, num_samples }),

@@ -111,7 +111,8 @@ impl Gatherer {
     fn begin_epoch(&mut self, feed: &Feed) -> Result<(), StreamError> {
         if self.epoch_documents == 0 {
             let num_sources = feed.sources.len();
-            return Err(StreamError::NoDocuments { num_sources, bad_records: self.next.bad_records });
+            let is_part = feed.options.part.is_some();
+            return Err(StreamError::NoDocuments { num_sources, is_part, bad_records: self.next.bad_records });
         }
         self.epoch_documents = 0;
         let fresh = WindowState::start(self.next.lanes.len());

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use megaflow_core::{SampleError, SampleSource, TokensMut};
 use megaflow_source::Source;
-use megaflow_stream::{OnBadRecord, StreamOptions, StreamSource, StreamState};
+use megaflow_stream::{OnBadRecord, StreamOptions, StreamSource, StreamState, text_share};
 use megaflow_tokenize::{EncodeOptions, Tokenizer};
 
 const EOD: u32 = 100;
@@ -40,6 +40,7 @@ fn options() -> StreamOptions {
         replace_invalid_utf8: false,
         append_eod: Some(EOD),
         on_bad_record: OnBadRecord::Error,
+        part: None,
         encode: EncodeOptions::default(),
         num_threads: 1,
         block_bytes: 150,
@@ -112,6 +113,33 @@ fn every_document_comes_once_an_epoch_and_epochs_differ() {
         assert_eq!(sorted, (0..230).collect::<Vec<_>>());
         assert_ne!(epoch, sorted);
     }
+}
+
+#[test]
+fn parts_share_the_documents_out_by_their_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let paths = corpus(folder.path());
+    let once = || StreamOptions { epochs: Some(1), ..options() };
+    let whole = documents(&all(&open(&paths, once(), None), 0));
+    let cut = 3 << 30; // three quarters
+    let parts: Vec<_> = [0..cut, cut..1 << 32]
+        .into_iter()
+        .map(|part| {
+            let other = StreamOptions { part: Some(part), seed: 9, block_bytes: 70, ..once() };
+            documents(&all(&open(&paths, other, None), 0))
+        })
+        .collect();
+    assert!((150..195).contains(&parts[0].len()), "{}", parts[0].len());
+    let mut joined: Vec<_> = parts.concat();
+    let mut expected = whole;
+    joined.sort();
+    expected.sort();
+    assert_eq!(joined, expected);
+    let nothing = StreamOptions { part: Some(5..5), ..once() };
+    let error = open(&paths, nothing, None).read_into(0, TokensMut::I64(&mut [0; SEQ_LEN + 1])).unwrap_err();
+    assert!(error.to_string().contains("hold no document of the part"), "{error}");
+    assert_eq!(text_share(["ab", "c"].into_iter()), text_share(["ab", "c"].into_iter()));
+    assert_ne!(text_share(["ab", "c"].into_iter()), text_share(["a", "bc"].into_iter()));
 }
 
 #[test]

@@ -276,12 +276,40 @@ def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
         list(Loader(StreamingDataset(path, max_bad_records=1, **skipping), 1))
 
 
+def test_parts_of_a_split_share_the_documents_out_by_their_text(corpus: list[str], tmp_path: Path) -> None:
+    def read(sources: list[str], **part: Any) -> Counter[tuple[int, ...]]:
+        dataset = StreamingDataset(sources, epochs=1, keep_partial=True, **(SMALL | {"shard_bytes": 900}), **part)
+        rows = stream_of(rows_of(Loader(dataset, 1)))
+        return Counter(cut_documents(rows[: len(rows) - rows[::-1].index(EOD)]))
+
+    parts = [read(corpus, split="80,15,5", split_name=name) for name in ("train", "valid", "test")]
+    assert sum(parts, Counter()) == Counter(documents_of(corpus))
+    assert [380 < len(parts[0]) < 436, 50 < len(parts[1]) < 105, 10 < len(parts[2]) < 45] == [True] * 3
+    assert read(corpus[::-1], split="80,15,5", split_name="valid", seed=8) == parts[1], "order and seed have no say"
+    table = pa.table(
+        {"text": [json.loads(line)["text"] for path in corpus for line in Path(path).read_text().splitlines()]}
+    )
+    pq.write_table(table, tmp_path / "all.parquet", row_group_size=50)
+    assert read([str(tmp_path / "all.parquet")], split="80,15,5", split_name="test") == parts[2]
+    assert read(corpus, split="80,20", split_name="train") == parts[0], "a border stays where the shares before it stay"
+    whole, part = (StreamingDataset(corpus, **SMALL, split=split) for split in (None, "80,15,5"))
+    assert whole.fingerprint != part.fingerprint
+    assert StreamingDataset.from_recipe(part.recipe()).fingerprint == part.fingerprint
+    for split, name, words in (
+        ("1,0,0", "valid", "the valid part is empty"),
+        ("80,15,5", "dev", "expected one of train, valid, test"),
+        ("a", "train", "split"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            StreamingDataset(corpus, **SMALL, split=split, split_name=name)
+
+
 def test_inputs_that_cannot_be_used_are_told_in_words(tmp_path: Path, corpus: list[str]) -> None:
     with pytest.raises(MissingFileError, match="nothing"):
         Loader(StreamingDataset(tmp_path / "nothing.jsonl", seq_len=8), 1)
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")
-    with pytest.raises(DataFormatError, match="hold no document"):
+    with pytest.raises(NoDocumentsError, match="hold no document"):
         next(Loader(StreamingDataset(empty, seq_len=8), 1))
     with pytest.raises(ConfigError, match="standard input can be read once"):
         StreamingDataset("-", seq_len=8)
@@ -359,4 +387,3 @@ def test_num_samples_ends_the_stream_and_consumed_samples_passes_over(corpus: li
     rows = rows_of(Loader(dataset, 2))
     assert len(rows) == 10
     assert rows_of(Loader(dataset, 2, consumed_samples=4)) == rows[4:]
-    assert NoDocumentsError.__name__
