@@ -193,6 +193,25 @@ def test_cp2_pp2_equals_one_rank(eight_ranks: RankPool) -> None:
     compare(eight_ranks, Case("gpt2", f"{CP2} {PP2}", 4))
 
 
+APART = {
+    "tp2": (TP2, 2),
+    "sp2": (f"{TP2} {SP}", 2),
+    "pp2": (PP2, 2),
+    "zero3": (f"{ZERO3} {SMALL} --recompute-granularity full", 2),
+    **{comm: (f"{CP4} {flags}", 4) for comm, flags in CP_KINDS.items()},
+    "tp2.pp2.cp2": (f"{TP2} {SP} {PP2} {CP2}", 8),
+}
+
+
+@pytest.mark.parametrize("kind", ["documents", pytest.param("documents_llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", APART)
+def test_documents_stay_apart_on_every_layout(eight_ranks: RankPool, layout: str, kind: str) -> None:
+    flags, ranks = APART[layout]
+    compare(eight_ranks, Case(kind, flags, ranks, micro=1))
+    plain = run_alone(Case("gpt2"))
+    assert find_difference(plain, run_alone(Case("documents")))["losses"] > 1e-3, "the samples hold one document each"
+
+
 @pytest.mark.parametrize("layout", [f"{TP2} {SP} {CP2}", f"{PP2} {CP2}"], ids=["tp2.cp2.dp2", "pp2.cp2.dp2"])
 def test_triples_equal_one_rank(eight_ranks: RankPool, layout: str) -> None:
     compare(eight_ranks, Case("gpt2", f"{layout} {ZERO1} {SMALL}", 8))

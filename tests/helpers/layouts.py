@@ -36,6 +36,7 @@ _LATENT = (
     "--multi-latent-attention --position-embedding-type rope --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
     "--v-head-dim 6 --hidden-dropout 0"
 )
+_APART = "--reset-position-ids --reset-attention-mask"
 KINDS = {
     "gpt2": "--hidden-dropout 0.2",
     "gpt2_plain": "--hidden-dropout 0",
@@ -46,6 +47,8 @@ KINDS = {
     "window": f"{_LLAMA} --window-size 5",
     "latent": _LATENT,
     "latent_queries": f"{_LATENT} {_LLAMA} --q-lora-rank 10",
+    "documents": f"{_APART} --hidden-dropout 0.2",
+    "documents_llama": f"{_APART} {_LLAMA} --num-query-groups 2",
     "further": "--mtp-num-layers 2 --hidden-dropout 0.1",
     "further_llama": f"{_LLAMA} --mtp-num-layers 1",
 }
@@ -78,12 +81,15 @@ class Batch:
 
 
 class ListLoader:
-    """Random samples in the order of the loader's contract; the first half of each global batch is almost all EOD."""
+    """Random samples in the order of the loader's contract; the first half of each global batch is almost all EOD, the
+    others hold three documents.
+    """
 
     def __init__(self, micro_batch_size: int, mesh: Mesh, vocab: int) -> None:
         samples = np.random.default_rng(3).integers(1, vocab, (GLOBAL_BATCH * STEPS, SEQ_LEN + 1))
         for first in range(0, len(samples), GLOBAL_BATCH):
             samples[first : first + GLOBAL_BATCH // 2, 1:-1] = EOD
+            samples[first + GLOBAL_BATCH // 2 : first + GLOBAL_BATCH, [4, 10]] = EOD
         self.samples, self.size, self.mesh, self.position = samples, micro_batch_size, mesh, 0
 
     def __next__(self) -> Batch:
@@ -134,7 +140,14 @@ def run_case(pool_mesh: Mesh, case: Case) -> dict[str, Any] | None:
     model = build_model(config, mesh)
     optimizer, clock = build_optimizer(model, config), Clock(mesh.device)
     loader = ListLoader(case.micro, mesh, case.vocab)
-    feed = Feed(loader, mesh.device, clock, vocab_size=case.vocab, eod_id=case.eod_id)  # type: ignore[arg-type]
+    feed = Feed(
+        loader,  # type: ignore[arg-type]
+        mesh.device,
+        clock,
+        vocab_size=case.vocab,
+        eod_id=case.eod_id,
+        document_end=EOD if config.model.tells_documents else None,
+    )
     count = config.step.sizes.num_micro_batches
     losses, norms = [], []
     for step in range(case.steps):

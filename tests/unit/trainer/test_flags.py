@@ -272,9 +272,9 @@ DATA_FLAGS = (
     *("--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path", "--per-split-data-args-path"),
     *("--mock-data", "--sample-order", "--sample-shuffle", "--sample-packing", "--blend-weights", "--blend-schedule"),
     *("--data-cache-path", "--num-dataset-builder-threads", "--fim-rate", "--fim-spm-rate", "--fim-prefix-token"),
-    *("--fim-middle-token", "--fim-suffix-token"),
+    *("--fim-middle-token", "--fim-suffix-token", "--reset-position-ids", "--reset-attention-mask"),
 )
-"""Flags that test_data_flags.py observes."""
+"""Flags that test_data_flags.py and test_documents_apart.py observe."""
 
 WATCH: dict[str, str | tuple[str, str]] = {
     "--async-save": ("--no-async-save", "--async-save"),

@@ -80,6 +80,11 @@ def check_shape(model: ModelConfig) -> list[str]:
         faults.append("model.rotary_mscale and model.rotary_mscale_all_dim are for model.rotary_scaling yarn; give it")
     if model.rotary_base == 1:
         faults.append("model.rotary_base 1 turns all pairs of channels alike; give one above 1, such as 10000")
+    if model.num_mtp_layers and model.tells_documents:
+        faults.append(
+            "model.resets_positions and resets_attention keep documents apart, and model.num_mtp_layers "
+            f"{model.num_mtp_layers} predicts tokens beyond their ends; drop one of them"
+        )
     if model.rotary_scaling != "none" and model.rotary_factor == 1:
         faults.append(f"model.rotary_scaling {model.rotary_scaling} needs model.rotary_factor above 1")
     return faults

@@ -111,6 +111,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--num-workers", "data.num_threads"),
     Flag("--prefetch", "data.prefetch"),
     Flag("--eod-mask-loss", "data.eod_mask_loss", constant=True),
+    Flag("--reset-position-ids", "model.resets_positions", constant=True),
+    Flag("--reset-attention-mask", "model.resets_attention", constant=True),
     Flag("--sample-order", "samples.order"),
     Flag("--sample-shuffle", "samples.shuffle"),
     Flag("--sample-packing", "samples.packing"),
@@ -302,11 +304,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
                 "--moe-token-dispatcher-type",
             )
         ),
-    ),
-    NotBuilt(
-        "document masks",
-        "drop the flag: attention crosses document boundaries",
-        switches=("--reset-position-ids", "--reset-attention-mask"),
     ),
 )
 

@@ -41,6 +41,12 @@ _DEPENDENCES = (
         lambda config: config.model.is_latent,
     ),
     Dependence(
+        "model",
+        ("resets_positions",),
+        "positions (--position-embedding-type is none)",
+        lambda config: config.model.position_kind != "none",
+    ),
+    Dependence(
         "schedule",
         ("wsd_steps", "wsd_samples", "wsd_style"),
         "--lr-decay-style WSD",

@@ -95,6 +95,10 @@ class ModelConfig:
     """Added to the variance in a norm."""
     attention: str = "auto"
     """Attention kernel: auto, sdpa, flash or math."""
+    resets_positions: bool = False
+    """Whether positions begin again behind each end-of-document token."""
+    resets_attention: bool = False
+    """Whether tokens see those of their own document only."""
 
     def __post_init__(self) -> None:
         raise_faults(
@@ -124,6 +128,11 @@ class ModelConfig:
     def head_width(self) -> int:
         """Width of one head of queries and keys."""
         return self.head_dim or self.hidden_dim // self.num_heads
+
+    @property
+    def tells_documents(self) -> bool:
+        """Whether the model is told which token belongs to which document of a sample."""
+        return self.resets_positions or self.resets_attention
 
     @property
     def kv_heads(self) -> int:

@@ -17,6 +17,7 @@ from megaflow_trainer.model.context import Context
 from megaflow_trainer.model.norm import make_norm
 from megaflow_trainer.model.rope import rotate, score_growth
 from megaflow_trainer.model.sockets import Sockets
+from megaflow_trainer.ops.attention_mask import DocumentMask
 
 
 class Attention(nn.Module):
@@ -45,11 +46,12 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if context is not None and context.rotary is not None:
             q, k = rotate(q, context.rotary), rotate(k, context.rotary)
-        return self.mix(q, k, v)
+        return self.mix(q, k, v, None if context is None else context.documents)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: DocumentMask | None = None) -> Tensor:
         """The core and the last product: queries `[b, n, s, d]`, keys and values `[b, g, s, d]` to `[b, s, h]`."""
-        y = self.core(q, k, v, dropout=self.dropout if self.training else 0.0, **self.options)  # [b, n, s, d]
+        options = self.options if documents is None else self.options | {"documents": documents}
+        y = self.core(q, k, v, dropout=self.dropout if self.training else 0.0, **options)  # [b, n, s, d]
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -94,11 +96,12 @@ class LatentAttention(nn.Module):
         k_turned = rotate(k_turned.unsqueeze(1), rotary).expand(-1, self.num_heads, -1, -1)
         q = torch.cat([q_plain, rotate(q_turned, rotary)], dim=-1)
         k = torch.cat([k, k_turned], dim=-1)
-        return self.mix(q, k, v)
+        return self.mix(q, k, v, context.documents)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: DocumentMask | None = None) -> Tensor:
         """The core and the last product: queries and keys `[b, n, s, qk + r]`, values `[b, n, s, v]` to `[b, s, h]`."""
-        y = self.core(q, k, v, dropout=self.dropout if self.training else 0.0, **self.options)  # [b, n, s, v]
+        options = self.options if documents is None else self.options | {"documents": documents}
+        y = self.core(q, k, v, dropout=self.dropout if self.training else 0.0, **options)  # [b, n, s, v]
         return self.proj(y.transpose(1, 2).flatten(2))
 
 

@@ -9,20 +9,30 @@ from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.rope import Rotary, make_rotary
+from megaflow_trainer.ops.attention_mask import DocumentMask
 from megaflow_trainer.ops.dropout import drop, number_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Places of the tokens, int64 `[s]`, their rotary table, and one number a token that decides its dropout."""
+    """Positions of the tokens, int64 `[s]` or `[b, s]`, their rotary table, and a number a token for its dropout.
+
+    `documents` is there if tokens see those of their own document only.
+    """
 
     positions: Tensor
     rotary: Rotary | None
     rows: Tensor | None
+    documents: DocumentMask | None = None
 
 
 def make_context(
-    config: ModelConfig, tokens: Tensor, *, keys: Tensor | None = None, positions: Tensor | None = None
+    config: ModelConfig,
+    tokens: Tensor,
+    *,
+    keys: Tensor | None = None,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
 ) -> Context:
     """The context of a micro-batch.
 
@@ -31,15 +41,40 @@ def make_context(
         tokens: `[b, s]`, on the model's device.
         keys: int64 `[b]`, one number a sample from which its dropout follows; 0, 1, ... if not given.
         positions: int64 `[s]` on the CPU, place of each token in its sample; 0, 1, ... if not given.
+        documents: int64 `[b, S]`, the document of each token of the whole samples, as `number_documents` gives it.
+            Needed where the configuration resets positions or attention at their bounds.
     """
-    if positions is None:
-        positions = torch.arange(tokens.shape[1])
-    rotary = make_rotary(config, positions, tokens.device)
-    positions, rows = positions.to(tokens.device), None
+    places = torch.arange(tokens.shape[1]) if positions is None else positions
+    found, rows = places.to(tokens.device), None
     if config.hidden_dropout:
         keys = torch.arange(tokens.shape[0], device=tokens.device) if keys is None else keys
-        rows = number_rows(keys, positions)
-    return Context(positions, rotary, rows)
+        rows = number_rows(keys, found)  # by the place in the sample: documents in one sample drop differently
+    seen = None
+    if config.resets_attention:
+        assert documents is not None, "given where the configuration asks for it"
+        seen = DocumentMask(documents)
+        if positions is None:  # made here, so that blocks that are compiled find it made
+            seen.make_mask(0, tokens.shape[1], tokens.shape[1], config.window)
+    if not config.resets_positions:
+        return Context(found, make_rotary(config, places, tokens.device), rows, seen)
+    assert documents is not None, "given where the configuration asks for it"
+    found = place_in_documents(documents).index_select(1, found)  # [b, s]
+    table = make_rotary(config, torch.arange(documents.shape[1]), tokens.device)
+    return Context(found, None if table is None else table.take(found), rows, seen)
+
+
+def number_documents(tokens: Tensor, end_id: int) -> Tensor:
+    """The document of each token, counted in its sample, int64 `[b, S]`: each ends with `end_id`."""
+    ends = (tokens == end_id).to(torch.int64)
+    return ends.cumsum(1) - ends
+
+
+def place_in_documents(documents: Tensor) -> Tensor:
+    """Place of each token in its document, int64, both `[b, S]`."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    is_first = torch.ones_like(documents, dtype=torch.bool)
+    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - (places * is_first).cummax(1).values
 
 
 class Dropout(nn.Module):

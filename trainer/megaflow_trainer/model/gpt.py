@@ -106,6 +106,7 @@ class GPT(nn.Module):
         *,
         keys: Tensor | None = None,
         positions: Tensor | None = None,
+        documents: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
         """Loss in nats per token, float32, `[b, s]`.
@@ -115,9 +116,10 @@ class GPT(nn.Module):
             labels: int64 `[b, s]`.
             keys: int64 `[b]`, one number a sample from which its dropout follows; 0, 1, ... if not given.
             positions: int64 `[s]` on the CPU, place of each token in its sample; 0, 1, ... if not given.
+            documents: int64 `[b, S]`, document of each token of the whole samples; see `make_context`.
             weights: float32 `[b, s]`, with which the losses will be summed; backward must then be of that sum.
         """
-        context = make_context(self.config, tokens, keys=keys, positions=positions)
+        context = make_context(self.config, tokens, keys=keys, positions=positions, documents=documents)
         return self.compute_loss(self.run_blocks(self.embed(tokens, context), context), labels, context, weights)
 
     def embed(self, tokens: Tensor, context: Context) -> Tensor:

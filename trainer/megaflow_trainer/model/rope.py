@@ -26,11 +26,15 @@ _YARN_FAST, _YARN_SLOW = 32.0, 1.0  # the same two bounds in YaRN's paper
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Cosines and sines of every token's position, `[s, r/2]` fp32, and the pairing of channels."""
+    """Cosines and sines of every token's position, `[s, r/2]` or `[b, 1, s, r/2]` fp32, and the pairing of channels."""
 
     cos: Tensor
     sin: Tensor
     is_interleaved: bool
+
+    def take(self, positions: Tensor) -> Rotary:
+        """The table for tokens at positions of their own in each sample, int64 `[b, s]`, from that of all positions."""
+        return Rotary(self.cos[positions][:, None], self.sin[positions][:, None], self.is_interleaved)
 
 
 def make_rotary(config: ModelConfig, positions: Tensor, device: torch.device) -> Rotary | None:

@@ -14,11 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megaflow_trainer.ops.attention_mask import DocumentMask, make_mask
 from megaflow_trainer.ops.registry import Entry, Need
 
 
 def attend_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout: float,
+    window: int | None = None,
+    scale: float | None = None,
+    documents: DocumentMask | None = None,
 ) -> Tensor:
     """Causal attention by torch's own choice of kernel.
 
@@ -29,12 +37,14 @@ def attend_sdpa(
         dropout: probability with which an attention weight is dropped; 0 in evaluation.
         window: each token sees this many last tokens, itself included; None for all.
         scale: what scores are multiplied by; None for 1 / sqrt(d).
+        documents: of the samples, if tokens see those of their own document only.
 
     Returns:
         `[b, n, s, e]`.
     """
     is_grouped = q.shape[1] != k.shape[1]
-    mask = None if window is None or window >= q.shape[2] else _make_mask(q, window)
+    is_plain = documents is None and (window is None or window >= q.shape[2])
+    mask = None if is_plain else _make_mask(q, window, documents)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
     )
@@ -49,14 +59,21 @@ def attend_flash(
 
 
 def attend_math(
-    q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout: float,
+    window: int | None = None,
+    scale: float | None = None,
+    documents: DocumentMask | None = None,
 ) -> Tensor:
     """The same written out: the reference for the others. Holds the `[b, n, s, s]` weights in memory."""
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = (q @ k.transpose(-2, -1)).to(wide) * factor  # [b, n, s, s]
-    weights = scores.masked_fill(~_make_mask(q, window), -math.inf).softmax(-1).to(v.dtype)
+    weights = scores.masked_fill(~_make_mask(q, window, documents), -math.inf).softmax(-1).to(v.dtype)
     return F.dropout(weights, dropout, training=dropout > 0) @ v
 
 
@@ -75,10 +92,12 @@ def prefer_kernels(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _make_mask(q: Tensor, window: int | None) -> Tensor:
-    """`[s, s]`, true where the token of a row sees the token of a column."""
-    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-    return seen if window is None else seen.triu(1 - window)
+def _make_mask(q: Tensor, window: int | None, documents: DocumentMask | None) -> Tensor:
+    """`[s, s]` or `[b, 1, s, s]`, true where the token of a row sees the token of a column."""
+    length = q.shape[2]
+    if documents is not None:
+        return documents.make_mask(0, length, length, window)
+    return make_mask(0, length, length, window, q.device)
 
 
 def _flash_obstacle(need: Need) -> str | None:
@@ -90,6 +109,8 @@ def _flash_obstacle(need: Need) -> str | None:
         return "flash attention needs 16-bit weights, and without --bf16 they are fp32"
     if need.has_window:
         return "torch's flash attention has no sliding window"
+    if need.has_documents:
+        return "torch's flash attention has no bounds between documents"
     return f"flash attention takes heads up to 256 wide, and these are {need.head_dim}" if need.head_dim > 256 else None
 
 

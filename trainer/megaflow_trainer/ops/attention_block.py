@@ -1,8 +1,8 @@
 """Attention of a run of queries to a run of keys, with what is needed to merge several such blocks.
 
 A block gives the result and the logarithm of its sum of exponentials, `lse`; its backward takes both of the *whole*
-attention. torch's flash kernels have exactly that; where they cannot be used (fp32 on a GPU, a window, fp64) the block
-is written out, which holds its `[b, n, queries, keys]` weights in memory.
+attention. torch's flash kernels have exactly that; where they cannot be used (fp32 on a GPU, fp64, a window, bounds
+between documents) the block is written out, which holds its `[b, n, queries, keys]` weights in memory.
 
 Legend: b micro-batch, n query heads, g key/value heads, d and e head dims.
 """
@@ -16,9 +16,19 @@ from torch import Tensor
 
 _ATEN = torch.ops.aten
 
+Numbers = tuple[Tensor, Tensor]
+"""The documents of a block's queries and of its keys, int64 `[b, s]` each."""
+
 
 def attend_block(
-    q: Tensor, k: Tensor, v: Tensor, *, offset: int, window: int | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    offset: int,
+    window: int | None,
+    scale: float,
+    documents: Numbers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of one run of tokens to an equally long one.
 
@@ -29,16 +39,17 @@ def attend_block(
         offset: how many tokens the queries begin after the keys: 0, or at least s (all keys are seen).
         window: each token sees this many last tokens, itself included; None for all.
         scale: what scores are multiplied by.
+        documents: if tokens see those of their own document only.
 
     Returns:
         Result `[b, n, s, e]` and lse `[b, n, s]`, both fp32 (fp64 from fp64).
     """
     k, v = _repeat(q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32)
-    if _has_flash(q, v, window):
+    if documents is None and _has_flash(q, v, window):
         out, lse = _flash(q, k, v, is_causal=offset == 0, scale=scale)
         return out.to(wide), lse.to(wide)
-    scores = _score(q, k, offset, window, scale)
+    scores = _score(q, k, offset, window, scale, documents)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.clamp(min=torch.finfo(wide).min)[..., None]).exp()
     return weights @ v.to(wide), lse
@@ -52,6 +63,7 @@ def attend_block_backward(
     offset: int,
     window: int | None,
     scale: float,
+    documents: Numbers | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a block adds to the gradients of its queries, keys and values, fp32 (fp64 from fp64).
 
@@ -62,16 +74,17 @@ def attend_block_backward(
         offset: as in `attend_block`.
         window: as in `attend_block`.
         scale: as in `attend_block`.
+        documents: as in `attend_block`.
     """
     q, k_given, v_given = inputs
     k, v = _repeat(q, k_given, v_given)
     out, lse = whole
     wide = torch.promote_types(q.dtype, torch.float32)
-    if _has_flash(q, v, window):
+    if documents is None and _has_flash(q, v, window):
         parts = _flash_backward(grad, (q, k, v), whole, is_causal=offset == 0, scale=scale)
         grad_q, grad_k, grad_v = (part.to(wide) for part in parts)
     else:
-        weights = (_score(q, k, offset, window, scale) - lse[..., None]).exp()  # [b, n, s, s]
+        weights = (_score(q, k, offset, window, scale, documents) - lse[..., None]).exp()  # [b, n, s, s]
         wide_grad = grad.to(wide)
         grad_v = weights.transpose(-2, -1) @ wide_grad
         slope = wide_grad @ v.to(wide).transpose(-2, -1) - (wide_grad * out.to(wide)).sum(-1, keepdim=True)
@@ -91,7 +104,7 @@ def _fold(grad: Tensor, given: Tensor) -> Tensor:
     return grad.unflatten(1, (given.shape[1], -1)).sum(2)
 
 
-def _score(q: Tensor, k: Tensor, offset: int, window: int | None, scale: float) -> Tensor:
+def _score(q: Tensor, k: Tensor, offset: int, window: int | None, scale: float, documents: Numbers | None) -> Tensor:
     """Scores, -inf where a key is not seen, `[b, n, s, s]` fp32 (fp64 from fp64)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-2, -1)).to(wide) * scale
@@ -99,6 +112,8 @@ def _score(q: Tensor, k: Tensor, offset: int, window: int | None, scale: float) 
     is_hidden = distance < 0
     if window is not None:
         is_hidden = is_hidden | (distance >= window)
+    if documents is not None:
+        is_hidden = is_hidden | (documents[0][:, None, :, None] != documents[1][:, None, None, :])
     return scores.masked_fill(is_hidden, -math.inf)
 
 

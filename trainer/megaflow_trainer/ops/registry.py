@@ -18,6 +18,7 @@ class Need:
     dtype: torch.dtype
     head_dim: int
     has_window: bool = False
+    has_documents: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

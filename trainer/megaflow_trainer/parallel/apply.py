@@ -57,14 +57,22 @@ class ParallelModel:
         return x.index_select(1, self.positions.to(x.device, non_blocking=True))
 
     def __call__(
-        self, tokens: Tensor, labels: Tensor, keys: Tensor | None = None, weights: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        keys: Tensor | None = None,
+        weights: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Loss per token of this rank's micro-batch, float32, `[b, s]`; `keys` decide its dropout, int64 `[b]`.
 
-        With `weights`, float32 `[b, s]`, backward must be of the sum of losses times weights.
+        With `weights`, float32 `[b, s]`, backward must be of the sum of losses times weights. `documents` tells the
+        document of each token of the whole samples, int64 `[b, S]`.
         """
         with keep_saved(self.saved):
-            loss: Tensor = self.module(tokens, labels, keys=keys, positions=self.positions, weights=weights)
+            loss: Tensor = self.module(
+                tokens, labels, keys=keys, positions=self.positions, documents=documents, weights=weights
+            )
         return loss
 
     def measure_norm(self) -> Tensor:

@@ -32,7 +32,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaflow_trainer.ops.attention_block import attend_block, attend_block_backward
+from megaflow_trainer.ops.attention_block import Numbers, attend_block, attend_block_backward
+from megaflow_trainer.ops.attention_mask import DocumentMask, make_mask
 from megaflow_trainer.parallel.collectives import exchange, gather_tokens
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.traffic import Meter
@@ -75,7 +76,15 @@ class GatheredAttention:
     core: Callable[..., Tensor]
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: float,
+        window: int | None = None,
+        scale: float | None = None,
+        documents: DocumentMask | None = None,
     ) -> Tensor:
         """`[b, n, s, d]`, the keys and values of all earlier tokens gathered."""
         size, seq_len = self.ranks.size, q.shape[2] * self.ranks.size
@@ -87,7 +96,8 @@ class GatheredAttention:
         outs = []
         for piece, number in zip(q.split(length, 2), (self.ranks.rank, 2 * size - 1 - self.ranks.rank), strict=True):
             seen = (number + 1) * length  # keys up to the end of the piece
-            mask = make_mask(number * length, length, seen, window, q.device)
+            place = (number * length, length, seen, window)
+            mask = make_mask(*place, q.device) if documents is None else documents.make_mask(*place)
             outs.append(
                 F.scaled_dot_product_attention(
                     piece,
@@ -100,13 +110,6 @@ class GatheredAttention:
                 )
             )
         return torch.cat(outs, 2)
-
-
-def make_mask(start: int, length: int, seen: int, window: int | None, device: torch.device) -> Tensor:
-    """`[length, seen]`, true where the query at `start` + row sees the key at column."""
-    distance = torch.arange(start, start + length, device=device)[:, None] - torch.arange(seen, device=device)
-    mask = distance >= 0
-    return mask if window is None else mask & (distance < window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +137,20 @@ class RingAttention:
 
     @torch.compiler.disable
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        dropout: float,
+        window: int | None = None,
+        scale: float | None = None,
+        documents: DocumentMask | None = None,
     ) -> Tensor:
         """`[b, n, s, d]`, keys and values received one rank after the other."""
         assert dropout == 0, "checked with the configuration"
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        out: Tensor = _Ring.apply(q, k, v, self.ranks, window, factor)
+        out: Tensor = _Ring.apply(q, k, v, self.ranks, window, factor, None if documents is None else documents.numbers)
         return out
 
 
@@ -153,7 +164,14 @@ KINDS: dict[str, Callable[[ContextRanks, Callable[..., Tensor]], Callable[..., T
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranks: ContextRanks, window: int | None, scale: float
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ranks: ContextRanks,
+        window: int | None,
+        scale: float,
+        numbers: Tensor | None,
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -162,19 +180,25 @@ class _Ring(torch.autograd.Function):
         held = [k, v]
         for step in range(ranks.size):
             travel = _start_ring(held, ranks) if step < ranks.size - 1 else None
-            for own, other, offset in _list_blocks(q.shape[2], ranks, step, window):
+            for own, other, places in _list_blocks(q.shape[2], ranks, step, window):
                 part, part_lse = attend_block(
-                    q[:, :, own], held[0][:, :, other], held[1][:, :, other], offset=offset, window=window, scale=scale
+                    q[:, :, own],
+                    held[0][:, :, other],
+                    held[1][:, :, other],
+                    offset=places[0] - places[1],
+                    window=window,
+                    scale=scale,
+                    documents=_take_numbers(numbers, places, q.shape[2] // 2),
                 )
                 _merge(out[:, :, own], lse[:, :, own], part, part_lse)
             held = travel() if travel is not None else held
         result = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, result, lse)
-        ctx.ranks, ctx.window, ctx.scale = ranks, window, scale
+        ctx.ranks, ctx.window, ctx.scale, ctx.numbers = ranks, window, scale, numbers
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         ranks, window, grad = ctx.ranks, ctx.window, grad.contiguous()
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -182,38 +206,49 @@ class _Ring(torch.autograd.Function):
         held, sums = [k, v], [torch.zeros_like(part, dtype=wide) for part in (k, v)]
         for step in range(ranks.size):
             travel = _start_ring(held, ranks) if step < ranks.size - 1 else None
-            for own, other, offset in _list_blocks(q.shape[2], ranks, step, window):
+            for own, other, places in _list_blocks(q.shape[2], ranks, step, window):
                 parts = attend_block_backward(
                     grad[:, :, own],
                     (q[:, :, own], held[0][:, :, other], held[1][:, :, other]),
                     (out[:, :, own], lse[:, :, own]),
-                    offset=offset,
+                    offset=places[0] - places[1],
                     window=window,
                     scale=ctx.scale,
+                    documents=_take_numbers(ctx.numbers, places, q.shape[2] // 2),
                 )
                 grad_q[:, :, own] += parts[0]
                 sums[0][:, :, other] += parts[1]
                 sums[1][:, :, other] += parts[2]
             held = travel() if travel is not None else held
             sums = _start_ring(sums, ranks)()  # with their keys and values; after the last step they are home
-        return grad_q.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype), None, None, None
+        return grad_q.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype), None, None, None, None
 
 
-def _list_blocks(length: int, ranks: ContextRanks, step: int, window: int | None) -> list[tuple[slice, slice, int]]:
-    """Pairs of a run of own queries and a run of the keys held at `step` that see each other, and how far apart they
-    begin.
+def _list_blocks(
+    length: int, ranks: ContextRanks, step: int, window: int | None
+) -> list[tuple[slice, slice, tuple[int, int]]]:
+    """Pairs of a run of own queries and a run of the keys held at `step` that see each other, and where both begin in
+    their sample.
     """
     half = length // 2
     source = (ranks.rank - step) % ranks.size
     runs = (slice(0, half), slice(half, length))
     own, other = ((rank, 2 * ranks.size - 1 - rank) for rank in (ranks.rank, source))
     pairs = [
-        (runs[i], runs[j], (piece - key_piece) * half)
+        (runs[i], runs[j], (piece * half, key_piece * half))
         for i, piece in enumerate(own)
         for j, key_piece in enumerate(other)
         if piece >= key_piece
     ]
-    return [pair for pair in pairs if window is None or pair[2] - half < window]
+    return [pair for pair in pairs if window is None or pair[2][0] - pair[2][1] - half < window]
+
+
+def _take_numbers(numbers: Tensor | None, places: tuple[int, int], length: int) -> Numbers | None:
+    """The documents of a run of queries and of a run of keys, from those of whole samples."""
+    if numbers is None:
+        return None
+    queries, keys = (numbers[:, place : place + length] for place in places)
+    return queries, keys
 
 
 def _start_ring(parts: list[Tensor], ranks: ContextRanks) -> Callable[[], list[Tensor]]:

@@ -33,7 +33,7 @@ from torch.distributed.pipelining import (
 
 from megaflow_trainer.config.sections import ParallelConfig
 from megaflow_trainer.config.stages import count_chunks, own_chunks, split_layers
-from megaflow_trainer.model.context import make_context
+from megaflow_trainer.model.context import Context, make_context
 from megaflow_trainer.model.gpt import GPT, Absent
 from megaflow_trainer.parallel.busy import Busy, StepSpans
 from megaflow_trainer.parallel.mesh import Mesh
@@ -53,12 +53,15 @@ _SINGLE = ("gpipe", "1f1b")
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What a micro-batch is to a pipeline: tokens and labels `[b, s]`, weights of the losses, keys of the dropout."""
+    """What a micro-batch is to a pipeline: tokens and labels `[b, s]`, weights of the losses, keys of the dropout,
+    documents of the tokens.
+    """
 
     tokens: Tensor
     labels: Tensor
     mask: Tensor | None
     keys: Tensor | None
+    documents: Tensor | None = None
 
 
 class Chunk(nn.Module):
@@ -81,13 +84,16 @@ class Chunk(nn.Module):
         """What is done with what forward keeps for backward."""
         self._model = [model]  # in a list: its parameters are not all this chunk's
 
-    def forward(self, x: Tensor, *, labels: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, *, labels: Tensor, keys: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """Tokens `[b, s]` or the stage before's `[b, s, h]` to `[b, s, h]`, or on the last chunk to losses `[b, s]`."""
         with keep_saved(self.saved):
-            return self._compute(self._model[0], x, labels, keys)
+            model = self._model[0]
+            context = make_context(model.config, labels, keys=keys, positions=self.positions, documents=documents)
+            return self._compute(model, x, labels, context)
 
-    def _compute(self, model: GPT, x: Tensor, labels: Tensor, keys: Tensor | None) -> Tensor:
-        context = make_context(model.config, labels, keys=keys, positions=self.positions)
+    def _compute(self, model: GPT, x: Tensor, labels: Tensor, context: Context) -> Tensor:
         if self.is_first:
             x = model.embed(x, context)
         for block in self.blocks:
@@ -241,6 +247,8 @@ class Pipeline:
         options: dict[str, Any] = {"labels": torch.cat([batch.labels for batch in batches])}
         if batches[0].keys is not None:
             options["keys"] = torch.cat([batch.keys for batch in batches if batch.keys is not None])
+        if batches[0].documents is not None:
+            options["documents"] = torch.cat([batch.documents for batch in batches if batch.documents is not None])
         tokens = (torch.cat([batch.tokens for batch in batches]),) if self.chunks[0].is_first else ()
         losses: list[Tensor] = []
         target = torch.cat([_weigh(batch) for batch in batches]) if self.has_loss else None

@@ -229,9 +229,9 @@ def cut_output(module: nn.Module, name: str, ranks: TensorRanks) -> None:
 
 
 def take_positions(module: nn.Module, name: str, ranks: TensorRanks) -> None:
-    """Learned positions of this rank's tokens."""
+    """Learned positions of this rank's tokens, `[s]` or `[b, s]`."""
     forward = module.forward
-    set_forward(module, lambda ids: forward(ranks.own_tokens(ids, 0)))
+    set_forward(module, lambda ids: forward(ranks.own_tokens(ids, ids.dim() - 1)))
 
 
 def take_dropout(module: nn.Module, name: str, ranks: TensorRanks) -> None:

@@ -72,7 +72,14 @@ def set_up(config: TrainConfig, data: RunData, loader: Loader, mesh: Mesh, notes
     optimizer = build_optimizer(model, config)
     spikes = SpikeWatch(window=config.guard.spike_window, threshold=config.guard.spike_threshold)
     clock = Clock(mesh.device)
-    feed = Feed(loader, mesh.device, clock, vocab_size=data.vocab_size, eod_id=data.eod_id)
+    feed = Feed(
+        loader,
+        mesh.device,
+        clock,
+        vocab_size=data.vocab_size,
+        eod_id=data.eod_id,
+        document_end=data.document_end,
+    )
     state = TrainState(
         model=model, optimizer=optimizer, feed=feed, data_fingerprint=data.train.fingerprint, spikes=spikes
     )
@@ -98,7 +105,11 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     torch.set_float32_matmul_precision("high" if config.step.allows_tf32 else "highest")
     dtype = torch.float64 if config.step.dtype == "fp64" else DTYPES[config.step.dtype]
     need = Need(
-        device=mesh.device, dtype=dtype, head_dim=config.model.head_width, has_window=config.model.window is not None
+        device=mesh.device,
+        dtype=dtype,
+        head_dim=config.model.head_width,
+        has_window=config.model.window is not None,
+        has_documents=config.model.resets_attention,
     )
     attention = choose("attention", ATTENTION, config.model.attention, need)
     kept = torch.promote_types(dtype, torch.float32) if config.parallel.zero == 3 else dtype

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import megaflow
-from megaflow import Loader, StreamingDataset
+from megaflow import Batch, Loader, StreamingDataset
 from megaflow.blend import BlendedDataset
 from megaflow.blend_arguments import BlendSpec, DataSpec, read_data_arguments, read_phases
 from megaflow.building import AnyDataset, Builder, SplitDatasets
@@ -18,7 +20,7 @@ from megaflow.indexed import IndexedDataset
 from megaflow.mock import MockGPTDataset
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.mesh import Mesh
-from megaflow_trainer.training.stream_data import is_text, open_text
+from megaflow_trainer.training.stream_data import is_text_run, open_text
 from megaflow_trainer.training.vocabulary import check_largest_id, open_tokenizer, read_vocabulary
 
 _MOCK_VOCAB_SIZE = 50257
@@ -26,13 +28,18 @@ _MOCK_VOCAB_SIZE = 50257
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """Datasets (None where a part is empty), the vocabulary, and the end-of-document token where it masks the loss."""
+    """Datasets (None where a part is empty), the vocabulary, and the end-of-document token: where it masks the loss,
+    and where it tells the model that a document ends.
+    """
 
     train: AnyDataset | MockGPTDataset | StreamingDataset
-    valid: AnyDataset | MockGPTDataset | None
+    valid: AnyDataset | MockGPTDataset | StreamingDataset | None
     vocab_size: int
     eod_id: int | None
     notes: tuple[str, ...]
+    document_end: int | None = None
+    kept: list[Batch] = field(default_factory=list)
+    """This rank's batches of the valid part, where it is text: read and tokenized once for all evaluations."""
 
 
 def open_data(config: TrainConfig) -> RunData:
@@ -46,7 +53,7 @@ def open_data(config: TrainConfig) -> RunData:
     """
     if config.data.is_mock:
         return _open_mock(config)
-    if config.data.path and is_text(config.data.path[0]):
+    if is_text_run(config.data):
         return _open_stream(config)
     spec = _find_pairs(_read_spec(config))
     prefixes = spec.prefixes
@@ -69,16 +76,40 @@ def open_data(config: TrainConfig) -> RunData:
             if is_named
             else "no validation: no data are named for it"
         )
-    masked = eod_id if config.data.eod_mask_loss else None
-    return RunData(train=splits.train, valid=splits.valid, vocab_size=vocab_size, eod_id=masked, notes=tuple(notes))
+    return RunData(
+        train=splits.train, valid=splits.valid, vocab_size=vocab_size, notes=tuple(notes), **_use_end(config, eod_id)
+    )
 
 
 def _open_stream(config: TrainConfig) -> RunData:
     """Text that is tokenized while it trains."""
-    train, notes = open_text(config, open_tokenizer(config.data))
-    masked = train.eod_id if config.data.eod_mask_loss else None
-    vocab_size = config.model.vocab_size or train.tokenizer.vocab_size
-    return RunData(train=train, valid=None, vocab_size=vocab_size, eod_id=masked, notes=tuple(notes))
+    tokenizer = open_tokenizer(config.data)
+    text = open_text(config, tokenizer)
+    return RunData(
+        train=text.train,
+        valid=text.valid,
+        vocab_size=config.model.vocab_size or tokenizer.vocab_size,
+        notes=tuple(text.notes),
+        **_use_end(config, text.train.eod_id),
+    )
+
+
+def _use_end(config: TrainConfig, eod_id: int | None) -> dict[str, int | None]:
+    """The end-of-document token where it is used.
+
+    Raises:
+        ConfigError: if it cannot occur in the data, and so would never end a document.
+    """
+    vocab_size = config.model.vocab_size
+    if config.model.tells_documents and eod_id is not None and vocab_size is not None and eod_id >= vocab_size:
+        raise ConfigError(
+            f"--reset-position-ids, --reset-attention-mask: the end-of-document token {eod_id} is outside the "
+            f"vocabulary of {vocab_size} tokens, so that no document would end; name the tokenizer of the data"
+        )
+    return {
+        "eod_id": eod_id if config.data.eod_mask_loss else None,
+        "document_end": eod_id if config.model.tells_documents else None,
+    }
 
 
 def build_datasets(spec: DataSpec, config: TrainConfig, eod_id: int | None) -> SplitDatasets:
@@ -138,6 +169,20 @@ def build_loader(dataset: AnyDataset | MockGPTDataset | StreamingDataset, config
         num_threads=config.data.num_threads,
         prefetch=config.data.prefetch,
     )
+
+
+@contextmanager
+def open_valid(data: RunData, config: TrainConfig, mesh: Mesh) -> Iterator[Any]:
+    """This rank's batches of one evaluation, the same ones each time."""
+    assert data.valid is not None, "asked only when there is a valid part"
+    if not isinstance(data.valid, StreamingDataset):
+        with build_loader(data.valid, config, mesh) as loader:
+            yield loader
+        return
+    if not data.kept:
+        with build_loader(data.valid, config, mesh) as loader:
+            data.kept.extend(islice(loader, config.eval.steps * config.step.sizes.num_micro_batches))
+    yield iter(data.kept)
 
 
 def with_vocabulary(config: TrainConfig, data: RunData) -> TrainConfig:
@@ -217,6 +262,6 @@ def _open_mock(config: TrainConfig) -> RunData:
         train=make("train", train_samples),
         valid=make("valid", valid_samples) if valid_samples else None,
         vocab_size=vocab_size,
-        eod_id=vocab_size - 1 if config.data.eod_mask_loss else None,
         notes=("made-up data (--mock-data): the loss tells nothing of a language",),
+        **_use_end(config, vocab_size - 1),
     )

@@ -9,7 +9,7 @@ from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.collectives import sum_over
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training.clock import Clock
-from megaflow_trainer.training.data import RunData, build_loader
+from megaflow_trainer.training.data import RunData, open_valid
 from megaflow_trainer.training.feed import Feed
 from megaflow_trainer.training.step import add_pipeline, sum_losses, take_own
 
@@ -19,11 +19,17 @@ def evaluate(model: ParallelModel, data: RunData, config: TrainConfig, mesh: Mes
     """Mean validation loss in nats per token. Sends one all-reduce over the ranks that read other tokens; `clock` is
     told that the run gets on.
     """
-    assert data.valid is not None, "asked only when there is a valid part"
     model.module.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    with build_loader(data.valid, config, mesh) as loader:
-        feed = Feed(loader, mesh.device, Clock(mesh.device), vocab_size=data.vocab_size, eod_id=data.eod_id)
+    with open_valid(data, config, mesh) as loader:
+        feed = Feed(
+            loader,
+            mesh.device,
+            Clock(mesh.device),
+            vocab_size=data.vocab_size,
+            eod_id=data.eod_id,
+            document_end=data.document_end,
+        )
         count = config.step.sizes.num_micro_batches
         for _ in range(config.eval.steps):
             batches = [take_own(model, feed.next()) for _ in range(count)]

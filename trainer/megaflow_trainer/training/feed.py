@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megaflow import Loader
 from megaflow.errors import ConfigError, DataFormatError, MegaflowError
+from megaflow_trainer.model.context import number_documents
 from megaflow_trainer.training.clock import H2D, HOST_WAIT, LOADER_BOUND, Clock
 
 
@@ -24,6 +25,7 @@ class DeviceBatch:
     mask: Tensor | None  # float32 [b, s], 1 where the prediction counts; None: everywhere
     num_tokens: float  # predictions that count; of a sample that ranks share, this rank's part of them
     sample_ids: tuple[int, ...] = ()  # where its samples stand in the dataset
+    documents: Tensor | None = None  # int64 [b, S], the document of each token of the whole samples, if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +50,29 @@ class _Ahead:
 
 
 class Feed:
-    """Takes batches from a loader to a device. With `eod_id`, predictions made at that token do not count.
+    """Takes batches from a loader to a device. With `eod_id`, predictions made at that token do not count. With
+    `document_end`, the token that ends a document, batches tell the document of each token.
 
     On a GPU one batch is copied ahead while the device computes (`prepare`). The position is that of the batches that
     were handed out.
     """
 
     def __init__(
-        self, loader: Loader, device: torch.device, clock: Clock, *, vocab_size: int, eod_id: int | None
+        self,
+        loader: Loader,
+        device: torch.device,
+        clock: Clock,
+        *,
+        vocab_size: int,
+        eod_id: int | None,
+        document_end: int | None = None,
     ) -> None:
         self.loader = loader
         self.device = device
         self.clock = clock
         self.vocab_size = vocab_size
         self.eod_id = eod_id
+        self.document_end = document_end
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead: _Ahead | None = None
 
@@ -144,7 +155,9 @@ class Feed:
     def _pack(self, host: HostBatch) -> DeviceBatch:
         num_tokens = host.tokens.size if host.mask is None else int(host.mask.sum())
         mask = None if host.mask is None else self._send(host.mask)
-        return DeviceBatch(self._send(host.tokens), self._send(host.labels), mask, num_tokens, host.sample_ids)
+        tokens, labels = self._send(host.tokens), self._send(host.labels)
+        documents = None if self.document_end is None else number_documents(tokens, self.document_end)
+        return DeviceBatch(tokens, labels, mask, num_tokens, host.sample_ids, documents)
 
     def _send(self, array: NDArray[np.generic]) -> Tensor:
         """Copy an array to the device; the loader may reuse its buffer as soon as this returns."""
@@ -155,6 +168,6 @@ class Feed:
         """Let the computing stream wait for the batch, and keep its memory until that stream is done with it."""
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(arrived)
-        for tensor in (batch.tokens, batch.labels, batch.mask):
+        for tensor in (batch.tokens, batch.labels, batch.mask, batch.documents):
             if tensor is not None:
                 tensor.record_stream(computing)

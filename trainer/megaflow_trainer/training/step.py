@@ -146,7 +146,8 @@ def sum_losses(
     the number of predictions, `[2, b]`, which takes no part in backward. Backward must be of the sum times `lift`.
     """
     mask = torch.ones(batch.labels.shape, device=batch.labels.device) if batch.mask is None else batch.mask
-    losses = model(batch.tokens, batch.labels, keys, mask if lift == 1 else mask * lift)  # [b, s]
+    weights = mask if lift == 1 else mask * lift
+    losses = model(batch.tokens, batch.labels, keys, weights, batch.documents)  # [b, s]
     masked = losses if batch.mask is None else losses * mask
     return masked.sum(), torch.stack([masked.detach().sum(dim=1), mask.sum(dim=1)])
 
@@ -161,6 +162,7 @@ def take_own(model: ParallelModel, batch: DeviceBatch) -> DeviceBatch:
         None if batch.mask is None else model.take_own(batch.mask),
         batch.num_tokens * len(model.positions) / batch.tokens.shape[1],
         batch.sample_ids,
+        batch.documents,  # whole: own tokens see those of other ranks
     )
 
 
@@ -176,7 +178,10 @@ def add_pipeline(
     """Run micro-batches through the stages, with backward if there is a report; the ranks that compute losses add
     losses and tokens to `totals` and samples to the report.
     """
-    given = [MicroBatch(batch.tokens, batch.labels, batch.mask, key) for batch, key in zip(batches, keys, strict=True)]
+    given = [
+        MicroBatch(batch.tokens, batch.labels, batch.mask, key, batch.documents)
+        for batch, key in zip(batches, keys, strict=True)
+    ]
     loss_sum = pipeline.run(given, lift=lift, is_training=report is not None)
     if not pipeline.has_loss:
         return

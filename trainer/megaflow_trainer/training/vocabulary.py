@@ -106,9 +106,29 @@ def _read_vocabulary(
         raise ConfigError(
             f"--vocab-size {asked} is less than the {known} tokens of the data's tokenizer; drop the flag"
         )
-    if config.data.eod_mask_loss and found.get("eod_id") is None:
-        raise ConfigError("--eod-mask-loss needs an end-of-document token, and this tokenizer has none; drop the flag")
+    if found.get("eod_id") is None:
+        refuse_without_end(config)
     return asked or known, found.get("eod_id"), notes
+
+
+def refuse_without_end(config: TrainConfig) -> None:
+    """What is to be done about flags that need an end-of-document token, where there is none.
+
+    Raises:
+        ConfigError: if one of them is given.
+    """
+    model = config.model
+    asked = {
+        "--eod-mask-loss": config.data.eod_mask_loss,
+        "--reset-position-ids": model.resets_positions,
+        "--reset-attention-mask": model.resets_attention,
+    }
+    given = [flag for flag, is_given in asked.items() if is_given]
+    if given:
+        needs = "needs" if len(given) == 1 else "need"
+        raise ConfigError(
+            f"{' and '.join(given)} {needs} an end-of-document token, and this tokenizer has none; drop the flag"
+        )
 
 
 def _names_tokenizer(data: DataConfig) -> bool:
