@@ -40,6 +40,7 @@ PHASES = {
     "backward_s": "backward",
     "communication_s": "communication (exposed)",
     "optimizer_s": "optimizer",
+    "log_s": "log",
     "other_s": "other",
 }
 """Parts of a step in the run's metrics.jsonl, and what to call them here."""

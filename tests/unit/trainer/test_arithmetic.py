@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megaflow_trainer.config.arithmetic import count_flops_per_token, count_parameters, find_peak_flops
-from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.config.arithmetic import (
+    count_flops_per_token,
+    count_parameters,
+    find_peak_flops,
+    name_precision,
+)
+from megaflow_trainer.config.sections import ModelConfig, StepConfig
 from megaflow_trainer.model.gpt import build_gpt
 from megaflow_trainer.model.sockets import Sockets
 
@@ -66,4 +71,21 @@ def test_peak_is_known_for_known_devices_only() -> None:
     assert find_peak_flops("NVIDIA H200", "bf16") == 989e12
     assert find_peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert find_peak_flops("NVIDIA H200", "fp32") is None
+    assert find_peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
+    assert find_peak_flops("NVIDIA A100-SXM4-80GB", "fp8") is None, "it has none"
+    assert find_peak_flops("NVIDIA H100 80GB HBM3", "fp8") == 1979e12
+    assert find_peak_flops("Tesla V100-SXM2-32GB", "fp16") == 125e12
+    assert find_peak_flops("NVIDIA L40", "bf16") is None, "no L4, and no L40S"
+    assert find_peak_flops("NVIDIA L4", "fp16") == 121e12
     assert find_peak_flops("cpu x86_64", "bf16") is None
+
+
+def test_the_precision_of_products_is_that_of_the_flags() -> None:
+    steps = {
+        "bf16": StepConfig(dtype="bf16"),
+        "fp8": StepConfig(dtype="bf16", fp8="hybrid"),
+        "tf32": StepConfig(dtype="fp32", allows_tf32=True),
+        "fp32": StepConfig(dtype="fp32", allows_tf32=False),
+        "fp16": StepConfig(dtype="fp16"),
+    }
+    assert {name: name_precision(step) for name, step in steps.items()} == {name: name for name in steps}

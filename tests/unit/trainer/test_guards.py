@@ -29,6 +29,7 @@ from megaflow_trainer.training.clock import FORWARD, Clock
 from megaflow_trainer.training.documents import Documents, describe_documents
 from megaflow_trainer.training.guards import DivergedError
 from megaflow_trainer.training.launch import find_code
+from megaflow_trainer.training.manifest import Ending
 from megaflow_trainer.training.oom import ShortageError, is_out_of_memory
 from megaflow_trainer.training.peers import PeerWatch
 from megaflow_trainer.training.profile import format_table, measure_union
@@ -94,6 +95,24 @@ def test_a_hung_step_is_told_with_its_stacks_and_ends(tmp_path: Path, capfd: pyt
     assert "error: rank 3 made no progress for 0.2 s (--hang-timeout): iteration 12, phase" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("process", [os.getpid(), 1], ids=["own", "another run's"])
+def test_a_hung_run_writes_its_end_into_its_own_start(tmp_path: Path, process: int) -> None:
+    clock, codes = Clock(torch.device("cpu")), []
+    clock.step = 12
+    (tmp_path / "run.json").write_text(json.dumps({"name": "gpt", "starts": [{"ranks": [{"process": process}]}]}))
+    ending = Ending(iteration=11)
+    with Watchdog(clock, tmp_path, 0, hang_s=0.1, ending=ending, end=codes.append, patience_s=0.0):
+        deadline = time.monotonic() + WAIT_S
+        while not codes and time.monotonic() < deadline:
+            time.sleep(0.01)
+    (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+    if process == os.getpid():
+        assert (start["end"]["exit_code"], start["end"]["iteration"]) == (HUNG, 11)
+        assert start["end"]["reason"] == "no progress for 0.1 s: iteration 12, phase other"
+    else:
+        assert "end" not in start
+
+
 def test_a_run_that_gets_on_is_left_alone(tmp_path: Path) -> None:
     clock, codes = Clock(torch.device("cpu")), []
     with Watchdog(clock, tmp_path, 0, hang_s=1.0, end=codes.append, patience_s=0.0):
@@ -120,10 +139,10 @@ class Sibling(PeerWatch):
 
 @pytest.mark.parametrize("how", ["killed", "with an error", "as it should"])
 def test_a_rank_that_dies_takes_the_others_with_it(how: str, capfd: pytest.CaptureFixture[str]) -> None:
-    store, codes = dist.HashStore(), []
+    store, codes, reasons = dist.HashStore(), [], []
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         sibling = Sibling(store, process.pid)
-        watch = PeerWatch(0, 2, store, end=codes.append, patience_s=0.1)
+        watch = PeerWatch(0, 2, store, record=reasons.append, end=codes.append, patience_s=0.1)
         watch.start()
         deadline = time.monotonic() + WAIT_S
         while not watch._siblings and time.monotonic() < deadline:
@@ -144,6 +163,7 @@ def test_a_rank_that_dies_takes_the_others_with_it(how: str, capfd: pytest.Captu
         time.sleep(0.01)
     assert codes == [RANK_LOST]
     word = "died" if how == "killed" else "ended with an error"
+    assert reasons == [f"rank 1 {word}"]
     assert f"error on rank 0: rank 1 {word}; the same command goes on" in capfd.readouterr().err
 
 
@@ -385,8 +405,8 @@ def test_samples_of_a_blend_name_the_pair_and_its_documents(tmp_path: Path) -> N
     documents = Documents(blend)
     for sample in range(40):
         number, place = blend.locate(sample)
-        found = documents.name(sample)
+        found = documents.name_all([sample])[sample]
         assert {item["pair"] for item in found} == {str(tmp_path / "ab"[number])}
         assert sorted(item["document"] for item in found) == sorted({piece[0] for piece in parts[number].pieces(place)})
     assert describe_documents([{"pair": "/x/a", "document": 3, "origin": None}]) == "document 3 of a"
-    assert Documents(object()).name(3) == []
+    assert Documents(object()).name_all([3]) == {3: []}

@@ -175,7 +175,7 @@ def test_the_line_shows_every_value_with_six_digits_for_loss_and_norm() -> None:
     assert format_line(VALUES, 100) == (
         " iteration 7/100 | consumed samples: 56 | lr: 1.234568E-04 | lm loss: 1.082346E+01 | grad norm: 2.345679E+00"
         " | params norm: 3.500000E+00 | step time (ms): 120.00 = loader bound 20.00 + forward 20.00 + backward 20.00 + "
-        "communication 20.00 + optimizer 20.00 + other 20.00 | host wait (ms): 1.00 | samples/s: 80.00 | "
+        "communication 20.00 + optimizer 20.00 + log 20.00 + other 20.00 | host wait (ms): 1.00 | samples/s: 80.00 | "
         "tokens/s/GPU: 1280 | TFLOP/s/GPU: 0.5 | memory (MiB): 512, peak 1024"
     )
 

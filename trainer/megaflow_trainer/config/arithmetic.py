@@ -7,16 +7,22 @@ from __future__ import annotations
 
 from megaflow_trainer.config.sections import ModelConfig, OptimConfig, StepConfig
 
-_PEAK_BF16: tuple[tuple[str, float], ...] = (
-    ("B200", 2250e12),
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
-    ("RTX 4090", 165e12),
+_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("B200", {"bf16": 2250e12, "fp16": 2250e12, "fp8": 4500e12, "tf32": 1125e12}),
+    ("H200", {"bf16": 989e12, "fp16": 989e12, "fp8": 1979e12, "tf32": 494.5e12}),
+    ("H100 PCIe", {"bf16": 756e12, "fp16": 756e12, "fp8": 1513e12, "tf32": 378e12}),
+    ("H100 NVL", {"bf16": 835e12, "fp16": 835e12, "fp8": 1671e12, "tf32": 417.5e12}),
+    ("H100", {"bf16": 989e12, "fp16": 989e12, "fp8": 1979e12, "tf32": 494.5e12}),
+    ("A100", {"bf16": 312e12, "fp16": 312e12, "tf32": 156e12}),
+    ("L40S", {"bf16": 362e12, "fp16": 362e12, "fp8": 733e12, "tf32": 183e12}),
+    ("L4", {"bf16": 121e12, "fp16": 121e12, "fp8": 242.5e12, "tf32": 60e12}),
+    ("RTX 4090", {"bf16": 165e12, "fp16": 165e12, "fp8": 330e12, "tf32": 82.6e12}),
+    ("V100", {"fp16": 125e12}),
+    ("T4", {"fp16": 65e12}),
 )
+"""Dense peaks with fp32 accumulation in FLOP/s, from the makers' data sheets (half of what these give with sparsity).
+The first name that is a word, or words, of the device's counts.
+"""
 
 
 def count_parameters(model: ModelConfig) -> int:
@@ -113,8 +119,18 @@ def count_seen(seq_len: int, window: int) -> float:
     return window - window * window / (2 * seq_len)
 
 
-def find_peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense bf16 peak of a device in FLOP/s; None for an unknown device or another dtype."""
-    if dtype != "bf16":
-        return None
-    return next((peak for name, peak in _PEAK_BF16 if name in device_name), None)
+def find_peak_flops(device_name: str, precision: str) -> float | None:
+    """Dense peak of a device in FLOP/s for products in bf16, fp16, fp8 or tf32; None where it is not known."""
+    words = device_name.replace("-", " ").split()
+    for name, peaks in _PEAKS:
+        first, *rest = name.split()
+        if first in words and all(word in words for word in rest):
+            return peaks.get(precision)
+    return None
+
+
+def name_precision(step: StepConfig) -> str:
+    """The precision of a run's products."""
+    if step.fp8 != "none":
+        return "fp8"
+    return "tf32" if step.dtype == "fp32" and step.allows_tf32 else step.dtype

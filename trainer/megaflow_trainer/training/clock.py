@@ -25,11 +25,12 @@ FORWARD = "forward"
 BACKWARD = "backward"
 COMMUNICATION = "communication"
 OPTIMIZER = "optimizer"
+LOG = "log"
 EVAL = "eval"
 CHECKPOINT = "checkpoint"
 HOST_WAIT = "host_wait"
 H2D = "h2d"
-PHASES = (LOADER_BOUND, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER)
+PHASES = (LOADER_BOUND, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, LOG)
 """Parts of a step; with `other` they add up to it."""
 ASIDE = (EVAL, CHECKPOINT)
 """What comes between steps and is no part of them."""

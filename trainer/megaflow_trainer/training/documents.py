@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 import numpy as np
 
 import megaflow
+from megaflow import StreamingDataset
 from megaflow.errors import MegaflowError
+from megaflow.origin import OriginFinder
 from megaflow.provenance import origin_of
+from megaflow_trainer.training.feed import Feed
+
+_MARKS = 4
+"""Steps that are remembered: on a GPU the numbers of a step come one step late."""
 
 
 class Documents:
@@ -23,9 +30,35 @@ class Documents:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._sidecars: dict[str, dict[str, Any] | None] = {}
+        self._marks: deque[tuple[int, str]] = deque(maxlen=_MARKS)
 
-    def name(self, sample: int) -> list[dict[str, Any]]:
-        """The documents of a sample in their order: pair, number in it, and where it came from if the sidecar tells."""
+    def mark(self, feed: Feed) -> None:
+        """Remember where a stream stands before a step: from there it is read again to name the step's documents."""
+        if isinstance(self.dataset, StreamingDataset):
+            state = feed.state_dict()
+            self._marks.append((state["consumed_samples"], state["position"]))
+
+    def name_all(self, samples: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
+        """The documents of samples in their order: pair, number in it, and where it came from if the sidecar tells; of
+        a stream the input, and line or row.
+        """
+        if isinstance(self.dataset, StreamingDataset):
+            return self._name_streamed(samples)
+        return {sample: self._name(sample) for sample in samples}
+
+    def _name_streamed(self, samples: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
+        start = next((at for first, at in reversed(self._marks) if first <= min(samples, default=0)), None)
+        found = OriginFinder(self.dataset, start).samples(samples)
+        return {
+            sample.sample: [
+                {"pair": piece.dataset, "document": piece.origin.number, "origin": str(piece.origin)}
+                for piece in sample.pieces
+                if piece.origin is not None
+            ]
+            for sample in found
+        }
+
+    def _name(self, sample: int) -> list[dict[str, Any]]:
         dataset = self.dataset
         while hasattr(dataset, "locate"):  # a blend
             number, sample = dataset.locate(sample)

@@ -107,11 +107,11 @@ class Guard:
         """The samples of all ranks with their losses and documents, the largest loss first, those not finite before."""
         pairs = [pair for part in result.report.sample_losses for pair in part.T.tolist()]
         own = [(sample, self.mesh.rank, *pair) for sample, pair in zip(result.report.sample_ids, pairs, strict=True)]
+        rows = join_shared(row for rows in gather_objects(own, self.mesh.world_group) for row in rows)
+        names = self.documents.name_all([sample for sample, _, _ in rows]) if self.mesh.is_first else {}
         found = [
-            {"sample": sample, "rank": rank, "loss": loss, "documents": self.documents.name(sample)}
-            for sample, rank, loss in join_shared(
-                row for rows in gather_objects(own, self.mesh.world_group) for row in rows
-            )
+            {"sample": sample, "rank": rank, "loss": loss, "documents": names.get(sample, [])}
+            for sample, rank, loss in rows
         ]
         return sorted(found, key=lambda item: (item["loss"] is not None, -(item["loss"] or 0.0), item["sample"]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -13,6 +14,7 @@ from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.mesh import Launch, build_mesh, choose_device, start_group
 from megaflow_trainer.training.faults import FaultBoard
 from megaflow_trainer.training.guards import DivergedError
+from megaflow_trainer.training.manifest import Ending, note_end
 from megaflow_trainer.training.meeting import meet
 from megaflow_trainer.training.oom import ShortageError
 from megaflow_trainer.training.peers import PeerWatch
@@ -29,29 +31,41 @@ def launch(config: TrainConfig, notes: Sequence[str], *, rank: int, world_size: 
     except (RuntimeError, ValueError) as error:  # the address is wrong, taken or silent
         FaultBoard(rank, None).report(f"the ranks did not meet: {str(error).splitlines()[0]}; start them by torchrun")
         return FAULT
-    board, peers = FaultBoard(rank, store), PeerWatch(rank, world_size, store)
+    ending = Ending()
+
+    def record(code: int, reason: str | None = None) -> int:
+        """Write the exit code down, if this rank has written its start."""
+        ending.exit_code, ending.reason = code, reason or ending.reason
+        if config.log.run_dir is not None:
+            note_end(Path(config.log.run_dir), ending)
+        return code
+
+    board = FaultBoard(rank, store)
+    peers = PeerWatch(rank, world_size, store, record=lambda reason: record(RANK_LOST, reason))
     peers.start()
     try:
         device, backend, device_notes = choose_device(own, config.parallel.backend)
         start_group(own, store, backend)
         layout = make_layout(config.parallel, world_size=world_size, num_kv_heads=config.model.kv_heads)
-        code = train(config, build_mesh(own, device, backend, layout), [*notes, *device_notes])
+        code = train(config, build_mesh(own, device, backend, layout), [*notes, *device_notes], ending)
     except MegaflowError as error:
         peers.leave(is_well=False)
         board.report(str(error))
-        return find_code(error)
+        return record(find_code(error)) if rank == 0 else find_code(error)
     except KeyboardInterrupt:
         peers.leave(is_well=False)
         board.report("interrupted; " + describe_restart(config))
-        return INTERRUPTED
+        return record(INTERRUPTED, "interrupted") if rank == 0 else INTERRUPTED
     except Exception as error:  # a fault of the program itself: it is raised again, unless it is another rank's echo
         if isinstance(error, RuntimeError) and board.has_any():
             return FAULT  # a connection broke because another rank left, which has said why
         if isinstance(error, RuntimeError) and (lost := peers.wait_for_lost()) is not None:
             board.report(f"rank {lost} died; {describe_restart(config)}")
-            return RANK_LOST
+            return record(RANK_LOST, f"rank {lost} died") if peers.is_writer() else RANK_LOST
         peers.leave(is_well=False)
         board.mark()
+        if rank == 0:
+            record(FAULT)
         raise
     peers.leave(is_well=True)
     if world_size > 1:

@@ -152,22 +152,22 @@ def list_packages() -> dict[str, str]:
 
 
 @contextmanager
-def record_end(folder: Path, mesh: Mesh) -> Iterator[Ending]:
+def record_end(folder: Path, mesh: Mesh, ending: Ending) -> Iterator[None]:
     """Write into the last start how it ended, whatever ends the body; the first rank does."""
-    ending = Ending()
     try:
-        yield ending
+        yield
     except BaseException as error:
         ending.reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise
     finally:
         if mesh.is_first:
-            _note_end(folder, ending)
+            note_end(folder, ending)
 
 
-def _note_end(folder: Path, ending: Ending) -> None:
+def note_end(folder: Path, ending: Ending) -> None:
+    """Write how a start ended, if the last one in the manifest is that of this process."""
     starts = read_starts(folder)
-    if not starts:
+    if not starts or os.getpid() not in [rank["process"] for rank in starts[-1].get("ranks", [])]:
         return
     starts[-1]["end"] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -191,7 +191,7 @@ def read_starts(folder: Path) -> list[Any]:
 
 
 def _put(path: Path, content: Mapping[str, Any]) -> None:
-    aside = path.with_suffix(".writing")
+    aside = path.with_suffix(f".writing{os.getpid()}")  # after a lost rank any other may write
     aside.write_text(json.dumps(content, indent=1), encoding="utf-8")
     aside.replace(path)
 

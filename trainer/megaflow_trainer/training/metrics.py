@@ -18,7 +18,7 @@ from typing import Any
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
 from megaflow_trainer.parallel.mesh import Mesh
-from megaflow_trainer.training.clock import ASIDE, BACKWARD, BESIDE, FORWARD, LOADER_BOUND, OPTIMIZER, PHASES
+from megaflow_trainer.training.clock import ASIDE, BACKWARD, BESIDE, FORWARD, LOADER_BOUND, LOG, OPTIMIZER, PHASES
 from megaflow_trainer.training.ledger import StepResult
 from megaflow_trainer.training.memory import list_parts, measure_memory
 from megaflow_trainer.training.say import say
@@ -102,7 +102,7 @@ class MetricsLog:
             "step_time_s": step_s,
             **means,
             "other_s": other_s,
-            "device_idle_share": (means[f"{LOADER_BOUND}_s"] + max(other_s, 0.0)) / step_s,
+            "device_idle_share": (means[f"{LOADER_BOUND}_s"] + means[f"{LOG}_s"] + max(other_s, 0.0)) / step_s,
             **{f"{name}_s": seconds[name] for name in ASIDE},
             **self._compare_ranks(means),
         }

@@ -31,6 +31,7 @@ class PeerWatch:
         rank: this rank.
         world_size: all ranks.
         store: where they met; None for a single rank, which has nothing to watch.
+        record: takes why this rank ends, where it is the one that writes that down.
         end: ends the process at once, with a code.
     """
 
@@ -40,10 +41,11 @@ class PeerWatch:
         world_size: int,
         store: dist.Store | None,
         *,
+        record: Callable[[str], object] = lambda reason: None,
         end: Callable[[int], object] = os._exit,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self.rank, self.world_size, self.end, self.patience_s = rank, world_size, end, patience_s
+        self.rank, self.world_size, self.record, self.end, self.patience_s = rank, world_size, record, end, patience_s
         self.store = None if store is None else dist.PrefixStore("peers", store)
         self.lost: int | None = None
         """A rank that died without a word."""
@@ -66,6 +68,10 @@ class PeerWatch:
             gone = [rank for rank, (process, born) in self._siblings.items() if _read_birth(process) != born]
             self.lost = next((rank for rank in gone if not self._has(f"left/{rank}")), None)
         return self.lost
+
+    def is_writer(self) -> bool:
+        """Whether this rank writes down how the run ended: the first one, or the second if that is the lost one."""
+        return self.rank == (1 if self.lost == 0 else 0)
 
     def wait_for_lost(self, patience_s: float = 2.0) -> int | None:
         """As `find_lost`, with a moment for the system to clear a dead process away."""
@@ -91,6 +97,8 @@ class PeerWatch:
                     file=sys.stderr,
                     flush=True,
                 )
+                if self.is_writer():
+                    self.record(f"{who} {how}")
                 self.end(RANK_LOST)
             return
 

@@ -16,7 +16,7 @@ from megaflow_trainer.ops.attention import prefer_kernels
 from megaflow_trainer.parallel.collectives import own_group
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training.build import Run, set_up
-from megaflow_trainer.training.clock import CHECKPOINT, EVAL
+from megaflow_trainer.training.clock import CHECKPOINT, EVAL, LOG
 from megaflow_trainer.training.data import build_loader, open_data, with_vocabulary
 from megaflow_trainer.training.evaluate import evaluate
 from megaflow_trainer.training.ledger import Ledger, StepResult
@@ -32,8 +32,14 @@ from megaflow_trainer.training.stop import Stop, StopVote
 from megaflow_trainer.training.watchdog import Watchdog
 
 
-def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
+def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = (), ending: Ending | None = None) -> int:
     """Train as the configuration says, from the last complete checkpoint on.
+
+    Args:
+        config: what to train, and how.
+        mesh: the ranks.
+        notes: lines for the log.
+        ending: is filled in with how far the run got and how it ended.
 
     Returns:
         An exit code: finished, or stopped and to be started again.
@@ -44,7 +50,7 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
     limit = config.guard.exit_minutes
     deadline_s = None if limit is None else time.monotonic() + 60 * limit
     refuse_device(config, mesh.device)
-    data = open_data(config)
+    data, ending = open_data(config), ending or Ending()
     config = with_vocabulary(config, data)
     with (
         hold_folders(config, mesh),
@@ -53,7 +59,7 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = ()) -> int:
         build_loader(data.train, config, mesh) as loader,
     ):
         run = set_up(config, data, loader, mesh, [*notes, *data.notes])
-        with record_end(run.folder, mesh) as ending, open_saver(run) as saver:
+        with record_end(run.folder, mesh, ending), open_saver(run) as saver:
             ending.exit_code = loop(run, saver, ending, deadline_s)
             ending.reason = "finished" if ending.exit_code == FINISHED else "stopped, to be started again"
         return ending.exit_code
@@ -67,7 +73,7 @@ def loop(run: Run, saver: Saver | None, ending: Ending, deadline_s: float | None
         StopVote(mesh, deadline_s=deadline_s) as vote,
         MetricsLog(config, mesh) as log,
         Profiler(config, mesh, clock) as profiler,
-        Watchdog(clock, run.folder, mesh.rank, hang_s=config.guard.hang_s),
+        Watchdog(clock, run.folder, mesh.rank, hang_s=config.guard.hang_s, ending=ending),
     ):
         clock.restart()
         for step in range(run.start.step + 1, config.last_step + 1):
@@ -75,6 +81,7 @@ def loop(run: Run, saver: Saver | None, ending: Ending, deadline_s: float | None
             profiler.before(step)
             plan = run.planner.plan(consumed)
             consumed += plan.num_samples
+            run.guard.documents.mark(run.feed)
             report = train_step(
                 run.state.model,
                 run.state.optimizer,
@@ -114,11 +121,12 @@ def write_down(run: Run, log: MetricsLog, results: Sequence[StepResult]) -> None
     Raises:
         DivergedError: on all ranks, after too many bad steps in a row.
     """
-    for result in results:
-        event = run.guard.judge(result)
-        log.write_event(event)
-        log.write(result)
-        run.guard.check(event)
+    with run.clock.phase(LOG):
+        for result in results:
+            event = run.guard.judge(result)
+            log.write_event(event)
+            log.write(result)
+            run.guard.check(event)
 
 
 def find_stop(run: Run, vote: StopVote, saver: Saver | None, step: int) -> Stop:

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from megaflow_trainer.config.exit_codes import HUNG
 from megaflow_trainer.training.clock import Clock
+from megaflow_trainer.training.manifest import Ending, note_end
 
 PATIENCE_S = 5.0
 """How long a rank stays after its report, so that the others can write theirs before the launcher ends them."""
@@ -26,6 +27,7 @@ class Watchdog:
         folder: the run folder; stacks go to `stacks/rank_N.txt` in it.
         rank: this rank.
         hang_s: seconds without progress that are too many; 0 for no watch.
+        ending: how far the run got; the first rank writes into the run folder that it hung.
         end: ends the process at once, with a code.
     """
 
@@ -36,11 +38,12 @@ class Watchdog:
         rank: int,
         *,
         hang_s: float,
+        ending: Ending | None = None,
         end: Callable[[int], object] = os._exit,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.clock, self.path, self.rank = clock, folder / "stacks" / f"rank_{rank}.txt", rank
-        self.hang_s, self.end, self.patience_s = hang_s, end, patience_s
+        self.hang_s, self.ending, self.end, self.patience_s = hang_s, ending, end, patience_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -85,3 +88,6 @@ class Watchdog:
             file=sys.stderr,
             flush=True,
         )
+        if self.ending is not None and self.rank == 0:
+            self.ending.exit_code, self.ending.reason = HUNG, f"no progress for {self.hang_s:g} s: {where}"
+            note_end(self.path.parents[1], self.ending)
