@@ -6,9 +6,11 @@
 #![deny(unsafe_code)] // `usage` alone has any: a call of C
 
 mod error;
+mod gather;
 mod plan;
 mod pool;
 mod prefetcher;
+mod queue;
 mod stats;
 mod usage;
 

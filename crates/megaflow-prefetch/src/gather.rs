@@ -1,0 +1,142 @@
+//! Gathering one batch from the source.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use megaflow_core::{SampleError, UNKNOWN_LEN};
+
+use crate::error::PrefetchError;
+use crate::pool::{BatchTokens, Tokens};
+use crate::prefetcher::Batch;
+use crate::queue::Shared;
+use crate::usage::DiskUse;
+
+/// Why a batch will never be there.
+#[derive(Clone)]
+pub(crate) enum Fault {
+    /// A source without a known end has ended before it.
+    End,
+    Error(PrefetchError),
+}
+
+/// Why a batch is not there.
+pub(crate) enum GatherFault {
+    Fault(Fault),
+    /// The source is still making it.
+    TimeIsUp,
+}
+
+impl From<PrefetchError> for GatherFault {
+    fn from(error: PrefetchError) -> Self {
+        Self::Fault(Fault::Error(error))
+    }
+}
+
+pub(crate) struct Gathered {
+    pub(crate) tokens: Tokens,
+    pub(crate) gather: Duration,
+    pub(crate) request_to_ready: Duration,
+    pub(crate) disk: DiskUse,
+    pub(crate) short_rows: Vec<(usize, usize)>,
+}
+
+impl Gathered {
+    pub(crate) fn into_batch(self, shared: &Shared, batch: u64, wait: Duration, queue_depth: usize) -> Batch {
+        Batch {
+            tokens: BatchTokens::new(self.tokens, Arc::clone(&shared.pool)),
+            sample_ids: shared.plan.samples(batch).map(|sample| sample as i64).collect(),
+            wait,
+            gather: self.gather,
+            request_to_ready: self.request_to_ready,
+            queue_depth,
+            cache_misses: self.disk.misses,
+            disk_bytes: self.disk.bytes,
+            short_rows: self.short_rows,
+        }
+    }
+}
+
+impl Shared {
+    /// Gathers a batch; gives up at `deadline`, or when the threads are to stop.
+    pub(crate) fn gather(&self, batch: u64, deadline: Option<Instant>) -> Result<Gathered, GatherFault> {
+        let (started, disk_before) = (Instant::now(), DiskUse::of_thread());
+        let mut tokens = self.pool.take();
+        let read = catch_unwind(AssertUnwindSafe(|| self.fill(batch, &mut tokens, deadline)));
+        match read {
+            Ok(Ok(short_rows)) => {
+                let disk = DiskUse::of_thread().since(disk_before);
+                let is_cold = disk.misses > 0;
+                if is_cold != self.is_cold.load(Ordering::Relaxed) {
+                    self.is_cold.store(is_cold, Ordering::Relaxed);
+                }
+                Ok(Gathered { tokens, gather: started.elapsed(), request_to_ready: Duration::ZERO, disk, short_rows })
+            }
+            Ok(Err(fault)) => {
+                self.pool.put(tokens);
+                Err(fault)
+            }
+            Err(panic) => Err(PrefetchError::Panicked { batch, message: panic_message(&*panic) }.into()),
+        }
+    }
+
+    /// Reads the samples of a batch; returns the rows that end in padding, and their tokens before it.
+    fn fill(
+        &self,
+        batch: u64,
+        tokens: &mut Tokens,
+        deadline: Option<Instant>,
+    ) -> Result<Vec<(usize, usize)>, GatherFault> {
+        if self.source.num_samples() == UNKNOWN_LEN {
+            // A batch is for all ranks or for none, so it is there if the last rank's last sample is.
+            let last = self.plan.consumed_samples(batch + 1) - 1;
+            if !self.ask(batch, deadline, || self.source.has_sample(last))? {
+                return Err(GatherFault::Fault(Fault::End));
+            }
+        }
+        if self.is_cold.load(Ordering::Relaxed) {
+            let ahead = (batch + self.depth).min(self.num_batches().saturating_sub(1));
+            self.plan.samples(batch).chain(self.plan.samples(ahead)).for_each(|sample| self.source.read_ahead(sample));
+        }
+        let sample_len = self.source.sample_len();
+        let mut short_rows = Vec::new();
+        for (place, sample) in self.plan.samples(batch).enumerate() {
+            if self.is_stopped.load(Ordering::Relaxed) {
+                return Err(GatherFault::TimeIsUp); // nobody will receive this batch
+            }
+            let mut out = tokens.slice_mut(place * sample_len, (place + 1) * sample_len);
+            let filled = self.ask(batch, deadline, || self.source.read_counted(sample, out.reborrow()))?;
+            if filled < sample_len {
+                short_rows.push((place, filled));
+            }
+        }
+        Ok(short_rows)
+    }
+
+    /// Asks a source until it has an answer.
+    fn ask<T>(
+        &self,
+        batch: u64,
+        deadline: Option<Instant>,
+        mut question: impl FnMut() -> Result<T, SampleError>,
+    ) -> Result<T, GatherFault> {
+        loop {
+            match question() {
+                Ok(answer) => return Ok(answer),
+                Err(SampleError::NotReady { .. }) => {}
+                Err(source) => return Err(PrefetchError::Sample { batch, source }.into()),
+            }
+            let is_late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            if is_late || self.is_stopped.load(Ordering::Relaxed) {
+                return Err(GatherFault::TimeIsUp);
+            }
+        }
+    }
+}
+
+fn panic_message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".to_owned())
+}
