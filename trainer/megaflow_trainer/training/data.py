@@ -94,7 +94,7 @@ def _open_stream(config: TrainConfig) -> RunData:
     )
 
 
-def _use_end(config: TrainConfig, eod_id: int | None) -> dict[str, int | None]:
+def _use_end(config: TrainConfig, eod_id: int | None) -> dict[str, Any]:
     """The end-of-document token where it is used.
 
     Raises:
