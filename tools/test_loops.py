@@ -16,6 +16,13 @@ from setup_env import ROOT, Environment, output_of, prepare_or_exit, say
 
 PACKAGES = ("lightning>=2.4", "transformers>=4.45", "accelerate>=1.0", "jax>=0.4.30")
 SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+PATHS = (
+    "import sys, sysconfig; own = sysconfig.get_path('stdlib'); "
+    "print(*(path for path in sys.path if path and not path.endswith('.zip') and not path.startswith(own + '/lib-dyn') "
+    "and path != own), sep=chr(10))"
+)
+"""Where an environment finds packages: its own folder, and those that its .pth files name, which no .pth of another
+environment leads on to."""
 
 
 def make_environment(base: Environment) -> Environment:
@@ -23,10 +30,10 @@ def make_environment(base: Environment) -> Environment:
     loops = Environment(Path(os.environ.get("MEGAFLOW_LOOPS_VENV") or ROOT / ".venv-loops").absolute())
     if not loops.python.exists():
         subprocess.run([str(base.python), "-m", "venv", str(loops.folder)], check=True)
-    own, parent = (output_of([str(each.python), "-c", SITE]) for each in (loops, base))
-    if not own or not parent:
+    own, parents = output_of([str(loops.python), "-c", SITE]), output_of([str(base.python), "-c", PATHS])
+    if not own or not parents:
         raise SystemExit(f"{loops.folder}: this environment does not run; remove it and start again")
-    Path(own, "megaflow_parent_environment.pth").write_text(f"{parent}\n")
+    Path(own, "megaflow_parent_environment.pth").write_text(f"{parents}\n")
     say("installing Lightning, transformers, accelerate and JAX (network; a minute or two)")
     loops.run(loops.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES)
     return loops
