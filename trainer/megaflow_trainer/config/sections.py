@@ -37,7 +37,7 @@ class DataConfig:
 
     path: tuple[str, ...] = ()
     """Prefix of a .bin/.idx pair; P also finds P_text_document. Several prefixes, or weight prefix weight prefix ...,
-    make a blend."""
+    make a blend. Or text (Parquet, Arrow, JSON lines; files, folders, patterns, URLs), tokenized while it trains."""
     train_path: tuple[str, ...] = ()
     """The same for the train part alone; instead of a path and a split."""
     valid_path: tuple[str, ...] = ()
