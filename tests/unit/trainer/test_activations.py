@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -176,5 +175,3 @@ def test_the_memory_of_a_run_is_states_and_activations() -> None:
     assert host.keys() == {"optimizer", "activations"}
     assert "memory of a rank by formula (MiB): weights 12853 + gradients 25705 + activations" in describe_memory(away)
     assert "; in the CPU's memory: activations " in describe_memory(away)
-    divided = dataclasses.replace(away, parallel=dataclasses.replace(away.parallel, tp=2))
-    assert "memory of a rank with the whole model (here ranks divide it) by formula" in describe_memory(divided)

@@ -4,6 +4,9 @@ A block has two halves alike: a norm, a first part of matrix products, a core, a
 that backward needs of it. Computing a part again saves what it keeps; the last product is not run again, because
 nothing of its result is needed.
 
+Under tensor parallelism a rank's layer is a narrower layer (`shares.narrow`); what enters a pair of matrices has all
+tokens there, and under sequence parallelism what lies between the pairs has 1/tp of them (`between`).
+
 Legend: h hidden, f ffn, n query heads, g key/value heads, d head dim, s sequence; bytes and FLOPs are per token.
 """
 
@@ -14,10 +17,13 @@ from dataclasses import dataclass
 
 from megaflow_trainer.config.arithmetic import count_seen
 from megaflow_trainer.config.sections import ModelConfig, RecomputeConfig
+from megaflow_trainer.config.shares import Share, count_vocabulary_rows, hold_all, narrow
 
 _ELEMENTWISE = 8
 """FLOPs an element of a norm or an activation function, roughly."""
 _KEPT_BYTES = {"none": 8, "bf16": 2, "fp8": 1}
+CHUNK_SCORES = 1 << 26
+"""Scores that exist at once where ranks divide the vocabulary: 256 MiB in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +46,8 @@ class Half:
     """Names of the core, of all but the norm, and of the norm, as `recompute.modules` spells them."""
     input: float
     norm: float
+    entering: float
+    """The norm's result as it comes in, and as the first matrices read it."""
     normed: float
     before: float
     core_input: float
@@ -52,7 +60,8 @@ class Half:
     def count_kept(self, again: Collection[str]) -> float:
         """Bytes kept when the named parts are computed again."""
         core, whole, norm = (name in again for name in self.parts)
-        kept = (self.input if norm else self.norm) + (0 if whole and norm else self.normed) + self.mask
+        entered = (0 if norm else self.entering) if whole else self.normed
+        kept = (self.input if norm else self.norm) + entered + self.mask
         return kept + (0 if whole else self.core_input if core else self.before + self.core)
 
     def count_flops(self, again: Collection[str]) -> float:
@@ -62,23 +71,38 @@ class Half:
         return flops + (self.core_flops if whole or core else 0)
 
 
-def describe_attention(model: ModelConfig, *, seq_len: int, item_bytes: int, kernels: Kernels) -> Half:
-    """The half of a block that attends."""
+def describe_attention(
+    model: ModelConfig,
+    *,
+    seq_len: int,
+    item_bytes: int,
+    kernels: Kernels,
+    share: Share | None = None,
+    micro_batch_size: int = 1,
+) -> Half:
+    """The half of a block that attends; `model` is narrowed already where tensor-parallel ranks share it."""
     a, h, n = item_bytes, model.hidden_dim, model.num_heads
     seen = count_seen(seq_len, min(seq_len, model.window or seq_len))
     is_sliced = not (model.is_latent or model.rotary_dim or model.qk_norm)  # queries are slices of the first product
     if model.is_latent:
-        before, before_flops, qk, v = _describe_latent(model, a, kernels)
+        inner, before_flops, qk, v = _describe_latent(model, a, kernels)
+        before = inner + a * n * (model.qk_dim + model.v_dim + 2 * qk)
     else:
         d, g = model.head_width, model.kv_heads
         turned = 0 if is_sliced else (n + g) * d
-        normed = _keep_norm(model, (n + g) * d, n + g, a, kernels, has_input=False) if model.qk_norm else 0
-        before, before_flops = float(a * ((n + 2 * g) * d + turned) + normed), 2.0 * h * (n + 2 * g) * d
+        inner = _keep_norm(model, (n + g) * d, n + g, a, kernels, has_input=False) if model.qk_norm else 0.0
+        before, before_flops = inner + a * ((n + 2 * g) * d + turned), 2.0 * h * (n + 2 * g) * d
+        inner += a * (n + 2 * g) * d if model.qk_norm else 0
         qk = v = d
     core_input = before
     # The result has the layout of the queries. That of slices is what the projection reads; another is copied for it.
     core = float(a * n * v * (1 if is_sliced and not model.window else 2) + 4 * n)
-    if model.attention == "math":  # it copies keys and values, and keeps the copies instead
+    between = 1.0 if share is None else share.between
+    if share is not None and share.cp > 1:
+        before, core = inner, _keep_shared(model, share, a, qk, v) + 2 * a * n * v + 4 * n
+        if share.cp_kind == "all_gather":  # masks of its two pieces, one for all samples
+            core += a * seq_len * (2 * share.cp + 1) / (4 * share.cp * micro_batch_size)
+    elif model.attention == "math":  # it copies keys and values, and keeps the copies instead
         before -= _drop_before_math(model, a, kernels)
         core = _keep_math(model, seq_len, a, qk, v)
     return Half(
@@ -88,8 +112,18 @@ def describe_attention(model: ModelConfig, *, seq_len: int, item_bytes: int, ker
         core=core,
         before_flops=before_flops,
         core_flops=2.0 * seen * n * (qk + v),
-        **_describe_frame(model, a, kernels),
+        **_describe_frame(model, a, kernels, between, entered=between if model.is_latent else 1.0),
     )
+
+
+def _keep_shared(model: ModelConfig, share: Share, a: int, qk: int, v: int) -> float:
+    """Queries, keys and values that attention over several ranks' tokens keeps, as copies of its own."""
+    n, g = model.num_heads, model.num_heads if model.is_latent else model.kv_heads
+    if share.cp_kind == "all_gather":
+        is_sliced = not (model.is_latent or model.rotary_dim or model.qk_norm)
+        return a * (n * qk + (g * (qk + v) if is_sliced else 0) + share.cp * g * (qk + v))
+    copies = max(1, share.cp // g) if share.cp_kind == "a2a" else 1
+    return a * (n * qk + copies * g * (qk + v))
 
 
 def _drop_before_math(model: ModelConfig, a: int, kernels: Kernels) -> float:
@@ -110,7 +144,9 @@ def _keep_math(model: ModelConfig, seq_len: int, a: int, qk: int, v: int) -> flo
 
 
 def _describe_latent(model: ModelConfig, a: int, kernels: Kernels) -> tuple[float, float, int, int]:
-    """Bytes and FLOPs before the core of latent attention, and its head widths of queries and values."""
+    """Bytes between the first and the last products before the core of latent attention, FLOPs of all of them, and the
+    core's head widths of queries and values.
+    """
     h, n, c, r = model.hidden_dim, model.num_heads, model.kv_latent_dim, model.qk_rotary_dim
     qk, up = model.qk_dim + r, n * (model.qk_dim + model.v_dim)
     latent = (
@@ -125,10 +161,10 @@ def _describe_latent(model: ModelConfig, a: int, kernels: Kernels) -> tuple[floa
     else:
         latent += _keep_norm(model, queries, 1, a, kernels) + a * queries
         flops += 2.0 * queries * (h + n * qk)
-    return latent + a * (up + 2 * n * qk), flops, qk, model.v_dim
+    return latent, flops, qk, model.v_dim
 
 
-def describe_mlp(model: ModelConfig, *, item_bytes: int, kernels: Kernels) -> Half:
+def describe_mlp(model: ModelConfig, *, item_bytes: int, kernels: Kernels, between: float = 1.0) -> Half:
     """The half of a block that feeds forward."""
     a, h, f = item_bytes, model.hidden_dim, model.ffn_width
     num_up = 2 if model.activation == "swiglu" else 1
@@ -140,19 +176,22 @@ def describe_mlp(model: ModelConfig, *, item_bytes: int, kernels: Kernels) -> Ha
         core=a * f * num_kept,
         before_flops=2.0 * h * f * num_up,
         core_flops=float(_ELEMENTWISE * f),
-        **_describe_frame(model, a, kernels),
+        **_describe_frame(model, a, kernels, between, entered=1.0),
     )
 
 
-def _describe_frame(model: ModelConfig, a: int, kernels: Kernels) -> dict[str, float]:
-    """What both halves have alike: the input, the norm with its result, the dropout mask."""
+def _describe_frame(
+    model: ModelConfig, a: int, kernels: Kernels, between: float, *, entered: float
+) -> dict[str, float]:
+    """What both halves have alike: the input, the norm, what the first matrices read, the dropout mask."""
     h = model.hidden_dim
     return {
-        "input": a * h,
-        "norm": _keep_norm(model, h, 1, a, kernels),
-        "normed": a * h,
-        "mask": _keep_mask(model),
-        "norm_flops": float(_ELEMENTWISE * h),
+        "input": a * h * between,
+        "norm": _keep_norm(model, h, 1, a, kernels) * between,
+        "entering": a * h * between,
+        "normed": a * h * entered,
+        "mask": _keep_mask(model) * between,
+        "norm_flops": float(_ELEMENTWISE * h) * between,
     }
 
 
@@ -178,7 +217,7 @@ def _keep_norm(model: ModelConfig, width: int, rows: int, a: int, kernels: Kerne
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activations:
-    """Bytes of activations of one micro-batch on a rank that holds the whole model."""
+    """Bytes of activations of one micro-batch on a rank."""
 
     kept: int
     """On the device between forward and backward."""
@@ -186,11 +225,13 @@ class Activations:
     """In the CPU's memory meanwhile."""
     again: int
     """The largest part that is computed again, which is on the device while backward passes through it."""
+    moment: int = 0
+    """What the loss needs when backward begins, beyond what it keeps: scores and their gradient."""
 
     @property
     def peak(self) -> int:
         """On the device when backward is at its most demanding part."""
-        return self.kept + self.again
+        return self.kept + max(self.again, self.moment)
 
 
 def count_activation_bytes(
@@ -202,6 +243,7 @@ def count_activation_bytes(
     micro_batch_size: int,
     item_bytes: int,
     kernels: Kernels = GPU,
+    share: Share | None = None,
 ) -> Activations:
     """What one micro-batch keeps for backward.
 
@@ -209,53 +251,83 @@ def count_activation_bytes(
         model: a shape with its vocabulary.
         recompute: what is computed again, and how the rest is kept. Compression counts what is kept of the blocks at
             its width; the loss is kept as it is.
-        parts: for each block what selective recompute computes again (`choose_parts` says it).
+        parts: for each block of the model what selective recompute computes again (`choose_parts` says it).
         seq_len: tokens of a sample.
         micro_batch_size: samples.
         item_bytes: bytes of an activation: 8, 4 or 2.
         kernels: of the device.
+        share: what the rank holds; the whole model if not given.
     """
-    tokens = seq_len * micro_batch_size
-    attention = describe_attention(model, seq_len=seq_len, item_bytes=item_bytes, kernels=kernels)
-    mlp = describe_mlp(model, item_bytes=item_bytes, kernels=kernels)
-    blocks, again = _count_blocks(model, recompute, parts, attention, mlp)
-    ends = _keep_mask(model) + _count_outlet(model, item_bytes, kernels)
-    loss = (model.vocab_size or 0) * max(item_bytes, 4) * (1 + model.num_mtp_layers) + 16
-    further = model.num_mtp_layers * _count_further(model, item_bytes, kernels)
-    stream = (blocks + ends + further) * min(_KEPT_BYTES[recompute.compression], item_bytes) / item_bytes
+    own = share or hold_all(model)
+    tokens = seq_len * micro_batch_size / own.cp
+    local = narrow(model, own.tp)
+    attention = describe_attention(
+        local,
+        seq_len=seq_len,
+        item_bytes=item_bytes,
+        kernels=kernels,
+        share=own,
+        micro_batch_size=micro_batch_size,
+    )
+    mlp = describe_mlp(local, item_bytes=item_bytes, kernels=kernels, between=own.between)
+    num_further = model.num_mtp_layers if own.is_last else 0
+    blocks, again = _count_blocks(recompute, _pick(parts, own), num_further, attention, mlp)
+    stream = blocks + (_keep_mask(model) * own.between if own.is_first else 0)
+    loss = moment = 0.0
+    if own.is_last:
+        a, h = item_bytes, model.hidden_dim
+        stream += (_keep_norm(model, h, 1, a, kernels) * own.between + a * h) * (1 + num_further)
+        stream += num_further * _count_further(model, a, kernels) * own.between
+        loss, moment = _count_loss(model, own, tokens, a)
+    stream *= min(_KEPT_BYTES[recompute.compression], item_bytes) / item_bytes * tokens
     kept, away = (loss, stream) if recompute.is_offloaded else (loss + stream, 0.0)
-    return Activations(kept=int(kept * tokens), offloaded=int(away * tokens), again=int(again * tokens))
+    return Activations(kept=int(kept), offloaded=int(away), again=int(again * tokens), moment=int(moment))
 
 
-def _count_outlet(model: ModelConfig, a: int, kernels: Kernels) -> float:
-    """The last norm and its result."""
-    return _keep_norm(model, model.hidden_dim, 1, a, kernels) + a * model.hidden_dim
+def _pick(parts: Sequence[Collection[str]], share: Share) -> list[Collection[str]]:
+    """What is given for the blocks that a rank holds."""
+    return [parts[layer] if parts else () for layer in share.layers]
+
+
+def _count_loss(model: ModelConfig, share: Share, tokens: float, a: int) -> tuple[float, float]:
+    """Bytes that the loss keeps, and that it needs for a moment, of all tokens.
+
+    On a rank with the whole vocabulary scores are kept as logarithms of probabilities in fp32, and backward makes their
+    gradient twice; where ranks divide the vocabulary, they exist for a chunk of tokens (CHUNK_SCORES).
+    """
+    wide, vocab, times = max(a, 4), model.vocab_size or 0, 1 + model.num_mtp_layers
+    if share.tp == 1:
+        return (vocab * wide * times + 16) * tokens, 2 * wide * vocab * tokens
+    rows = count_vocabulary_rows(model, share.tp)
+    scores = min(max(CHUNK_SCORES, rows), tokens * rows)
+    return (wide + 16) * times * tokens, (2 * wide + a) * scores + (wide + a) * rows * model.hidden_dim
 
 
 def _count_further(model: ModelConfig, a: int, kernels: Kernels) -> float:
-    """One depth of multi-token prediction without its block: two norms, their results side by side, a norm and its."""
+    """One depth of multi-token prediction without its block and outlet: two norms, their results side by side."""
     h = model.hidden_dim
     shared = _keep_norm(model, h, 1, a, kernels, has_input=False)  # what it reads is kept by the norm before it
-    return shared + _keep_norm(model, h, 1, a, kernels) + 2 * a * h + _count_outlet(model, a, kernels)
+    return shared + _keep_norm(model, h, 1, a, kernels) + 2 * a * h
 
 
 def _count_blocks(
-    model: ModelConfig, recompute: RecomputeConfig, parts: Sequence[Collection[str]], attention: Half, mlp: Half
+    recompute: RecomputeConfig, parts: Sequence[Collection[str]], num_further: int, attention: Half, mlp: Half
 ) -> tuple[float, float]:
     """Bytes a token that the blocks keep, those of multi-token prediction last, and those of the largest part that is
     computed again.
     """
-    whole, count = attention.count_kept(()) + mlp.count_kept(()), model.num_layers + model.num_mtp_layers
+    whole, num_layers = attention.count_kept(()) + mlp.count_kept(()), len(parts)
+    count = num_layers + num_further
     if recompute.granularity == "full" and recompute.method == "block":
-        num_again = recompute.num_layers or count
+        num_again = min(recompute.num_layers or count, count)
         return num_again * attention.input + (count - num_again) * whole, whole
     if recompute.granularity == "full":
         length = recompute.num_layers or 1
-        num_runs = -(-model.num_layers // length) + model.num_mtp_layers
-        return num_runs * attention.input, min(length, model.num_layers) * whole
+        num_runs = -(-num_layers // length) + num_further
+        return num_runs * attention.input, min(length, num_layers) * whole
     if recompute.granularity == "none":
         return count * whole, 0
-    all_parts = [*parts, *[parts[-1]] * model.num_mtp_layers]
+    all_parts = [*parts, *[parts[-1]] * num_further]
     kept = sum(half.count_kept(names) for names in all_parts for half in (attention, mlp))
     saved = [half.count_kept(()) - half.count_kept(names) for names in all_parts for half in (attention, mlp)]
-    return kept, max(saved)
+    return kept, max(saved, default=0.0)

@@ -80,12 +80,19 @@ def _count_norm(model: ModelConfig, width: int) -> int:
     return 2 * width if model.norm == "LayerNorm" else width
 
 
-def count_state_bytes(model: ModelConfig, step: StepConfig, optim: OptimConfig) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer (masters and states) on a rank that holds all of them.
+def count_norm_parameters(model: ModelConfig) -> int:
+    """A norm of the residual stream."""
+    return _count_norm(model, model.hidden_dim)
+
+
+def count_state_bytes(
+    model: ModelConfig, step: StepConfig, optim: OptimConfig, *, num_parameters: int | None = None
+) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer (masters and states) of all weights, or of `num_parameters`.
 
     Muon's states are counted as AdamW's, which is what it has for embeddings, and more than it has for the rest.
     """
-    n = count_parameters(model)
+    n = count_parameters(model) if num_parameters is None else num_parameters
     wide = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
     is_wide, weight = step.dtype == "fp64", wide[step.dtype]
     main, grad, first, second = (

@@ -25,11 +25,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaflow_trainer.config.activations import CHUNK_SCORES
 from megaflow_trainer.parallel.collectives import copy_into, gather_tokens, sum_over
 from megaflow_trainer.parallel.traffic import Meter, sending
-
-CHUNK_SCORES = 1 << 26
-"""Scores of a chunk: 256 MiB in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
