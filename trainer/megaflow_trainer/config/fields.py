@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import math
 import textwrap
@@ -26,6 +27,7 @@ class Field:
     is_optional: bool
 
 
+@functools.cache
 def list_fields() -> dict[str, Field]:
     """Every field by dotted name, in the order in which the sections declare them."""
     found: dict[str, Field] = {}

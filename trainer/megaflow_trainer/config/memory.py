@@ -56,9 +56,16 @@ def estimate_memory(
 
 
 def find_fullest(config: TrainConfig, kernels: Kernels = GPU) -> int:
-    """The pipeline stage whose ranks need most on the device."""
-    totals = [sum(estimate_memory(config, kernels, pp_rank=rank)[0].values()) for rank in range(config.parallel.pp)]
-    return totals.index(max(totals))
+    """The pipeline stage whose ranks need most on the device.
+
+    Of stages with as many blocks and without ends the earliest is fullest, because it has most in flight.
+    """
+    kinds: dict[tuple[int, bool, bool], int] = {}
+    for rank in range(config.parallel.pp):
+        share = find_share(config.model, config.parallel, pp_rank=rank, num_micro_batches=1)
+        kinds.setdefault((len(share.layers), share.is_first, share.is_last), rank)
+    totals = {rank: sum(estimate_memory(config, kernels, pp_rank=rank)[0].values()) for rank in kinds.values()}
+    return max(totals, key=lambda rank: totals[rank])
 
 
 def divide_states(config: TrainConfig, share: Share) -> dict[str, int]:

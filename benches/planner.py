@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Peak memory and speed of training steps on this GPU, against what the planner predicts for them.
+
+`python benches/planner.py > docs/measured/planner_NAME.json`; needs a GPU with 80 GB or more for all cases.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python")]
+
+import torch  # noqa: E402
+
+from megaflow_trainer.config import read_command  # noqa: E402
+from megaflow_trainer.config.memory import estimate_memory  # noqa: E402
+from megaflow_trainer.parallel.mesh import Launch, build_mesh  # noqa: E402
+from megaflow_trainer.training.build import build_model, build_optimizer  # noqa: E402
+
+_LLAMA = "--preset llama2_7b --seq-length 4096 --num-layers"
+_GPT = "--preset gpt3_1.3b --seq-length 2048 --micro-batch-size"
+CASES = (
+    "--preset gpt2_small --seq-length 1024 --micro-batch-size 16",
+    f"{_GPT} 4",
+    "--preset gpt3_2.7b --seq-length 2048 --micro-batch-size 2 --recompute-activations",
+    f"{_LLAMA} 16 --micro-batch-size 1",
+    f"{_LLAMA} 16 --micro-batch-size 4 --recompute-granularity full",
+    f"{_LLAMA} 2 --micro-batch-size 4",
+    f"{_GPT} 8 --hidden-dropout 0 --attention-dropout 0 --recompute-granularity full",
+)
+STEPS, SETTLED = 6, 3
+
+
+def main() -> None:
+    """All cases that fit, one after the other."""
+    device = torch.device("cuda", 0)
+    mesh = build_mesh(Launch(), device, "nccl")
+    runs = []
+    for flags in CASES:
+        try:
+            runs.append(measure(flags, device, mesh))
+        except torch.OutOfMemoryError as error:
+            print(f"{flags}: {str(error).splitlines()[0]}", file=sys.stderr)
+        gc.collect()
+        torch.cuda.empty_cache()
+    head = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    print(json.dumps({**head, "command": "python benches/planner.py", "runs": runs}, indent=1))
+
+
+def measure(flags: str, device: torch.device, mesh: Any) -> dict[str, Any]:
+    """Peak memory after a few steps, and the fastest step."""
+    words = [*flags.split(), "--bf16", "--train-iters", "1", "--data-path", "none"]
+    config, _ = read_command(words, world_size=1)
+    model = build_model(config, mesh)
+    optimizer = build_optimizer(model, config)
+    length, size = config.data.seq_len, config.step.sizes.micro_batch_size
+    tokens = torch.randint(config.model.vocab_size or 1, (size, length + 1), device=device)
+    keys, seconds = torch.arange(size, device=device), []
+    for step in range(STEPS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        if step == SETTLED:
+            torch.cuda.reset_peak_memory_stats()
+        model.gradients.start()
+        model(tokens[:, :-1], tokens[:, 1:], keys=keys).sum().backward()
+        model.gradients.reduce()
+        optimizer.step(1e-5)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return {
+        "flags": flags,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "formula_bytes": sum(estimate_memory(config)[0].values()),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "tokens_per_s": round(size * length / min(seconds)),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The planner: every recommended layout of the guides, its own ranking, and what it says where nothing fits."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plan
+import plan_rows
+from megaflow_trainer.config import read_command
+from megaflow_trainer.config.activations import GPU
+from megaflow_trainer.config.hardware import find_gpu
+from megaflow_trainer.config.memory import estimate_memory, find_fullest
+from megaflow_trainer.config.planner import Cluster, evaluate
+from megaflow_trainer.config.planner import plan as rank_layouts
+from megaflow_trainer.config.step_time import predict_step
+
+H100 = Cluster(gpu=find_gpu("H100"), num_gpus=8, memory_gb=80)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, Any]]:
+    return {entry["name"]: entry for entry in plan_rows.judge_rows()}
+
+
+@pytest.mark.parametrize(
+    "name, layout, gpus, named_fits, best_fits",
+    [
+        ("7B on 8", "tp1.cp1.pp1.dp8", 8, True, True),
+        ("13B on 8", "tp2.cp1.pp1.dp4", 8, True, True),
+        ("70B on 64", "tp4.cp1.pp4.dp4", 64, True, True),
+        ("405B on 128", "tp8.cp2.pp8.dp2", 256, True, True),
+        ("1.3B with tp 8", "tp8.cp1.pp1.dp1", 8, True, True),
+        ("13B on 128", "tp8.cp1.pp1.dp16", 128, True, True),
+        ("0.8B on 4 x 24 GB", None, None, None, True),
+        ("1.5B on 4 x 24 GB", None, None, None, True),
+        ("175B on 64", None, None, None, True),
+        ("Mixtral 8x7B", "tp2.ep4.dp4", 8, False, True),
+    ],
+)
+def test_every_recommended_layout_is_shown_as_fitting_or_not(
+    rows: dict[str, Any], name: str, layout: str | None, gpus: int | None, named_fits: bool | None, best_fits: bool
+) -> None:
+    entry = rows[name]
+    named = entry.get("named", {})
+    assert (named.get("layout"), named.get("gpus"), named.get("fits")) == (layout, gpus, named_fits)
+    assert entry["best"]["fits"] == best_fits
+    if layout is not None and "tokens_per_s" in named and gpus == entry["gpus"]:
+        assert entry["best"]["tokens_per_s"] >= 0.9 * named["tokens_per_s"]
+
+
+def test_all_rows_are_shown(rows: dict[str, Any]) -> None:
+    assert len(rows) == 10
+    text = plan_rows.format_rows()
+    assert all(name in text for name in rows)
+
+
+def test_slips_of_the_guides_are_named(rows: dict[str, Any]) -> None:
+    assert rows["405B on 128"]["notes"] == ["the named layout multiplies to 256 GPUs, not 128"]
+    assert "is 8 GPUs where ep 4 folds into dp" in rows["Mixtral 8x7B"]["notes"][0]
+    assert "45.1 B parameters, 90.2 GB in bf16, 22.5 GB at ep 4" in rows["Mixtral 8x7B"]["notes"][1]
+    assert "32.7 GB too much" in rows["Mixtral 8x7B"]["named"]["fit"]
+
+
+def test_a_checkpoint_of_70b_takes_a_terabyte(rows: dict[str, Any]) -> None:
+    assert rows["70B on 64"]["checkpoint_gb"] == pytest.approx(14 * 68.98, rel=1e-3)  # bf16, fp32 master, two moments
+
+
+def flags(text: str) -> list[str]:
+    return f"--bf16 --train-iters 1 --data-path x {text}".split()
+
+
+MEASURED = json.loads((Path(__file__).parents[3] / "docs/measured/planner_h200.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("run", MEASURED["runs"], ids=lambda run: run["flags"])
+def test_memory_and_speed_by_formula_are_those_that_were_measured_on_an_h200(run: dict[str, Any]) -> None:
+    config, _ = read_command(flags(run["flags"]), world_size=1)
+    assert sum(estimate_memory(config)[0].values()) == pytest.approx(run["peak_bytes"], rel=0.01)
+    predicted = predict_step(config, find_gpu("H200")).tokens_per_s
+    assert predicted == pytest.approx(run["tokens_per_s"], rel=0.15)
+
+
+def test_stages_layers_and_states_divide_the_memory_of_a_70b() -> None:
+    text = "--preset llama2_70b --seq-length 4096 --global-batch-size 64 --micro-batch-size 1"
+    whole = estimate_memory(read_command(flags(text), world_size=1)[0])[0]
+    axes = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --sequence-parallel"
+    config = read_command(flags(f"{text} {axes} --use-distributed-optimizer"), world_size=64)[0]
+    first = estimate_memory(config, pp_rank=0)[0]
+    assert first["weights"] == pytest.approx(whole["weights"] / 16, rel=0.01)
+    assert first["gradients"] == pytest.approx(whole["gradients"] / 16, rel=0.01)
+    assert first["optimizer"] == pytest.approx(whole["optimizer"] / 64, rel=0.01)
+    last = estimate_memory(config, pp_rank=3)[0]
+    assert first["activations"] > 3.5 * last["activations"] * 0.9  # four micro-batches in flight against one
+    totals = [sum(estimate_memory(config, GPU, pp_rank=rank)[0].values()) for rank in range(4)]
+    assert totals.index(max(totals)) == find_fullest(config)
+
+
+def test_layouts_are_ranked_and_what_does_not_fit_is_left_out() -> None:
+    base = flags("--preset llama2_13b --seq-length 4096 --global-batch-size 64")
+    choices = rank_layouts(base, H100)
+    speeds = [choice.time.tokens_per_s for choice in choices]
+    assert speeds == sorted(speeds, reverse=True)
+    assert len(speeds) > 3
+    assert all(choice.total_bytes <= 76e9 for choice in choices)
+    small = rank_layouts(base, Cluster(gpu=find_gpu("H100"), num_gpus=8, memory_gb=34))
+    assert 0 < len(small) < len(choices)
+
+
+def test_a_bubble_shrinks_with_chunks_and_grows_with_stages() -> None:
+    base = flags("--preset llama2_7b --seq-length 4096 --global-batch-size 16 --micro-batch-size 1")
+    pp4 = evaluate([*base, "--pipeline-model-parallel-size", "4"], H100).time
+    interleaved = ["--pipeline-schedule", "interleaved", "--num-virtual-stages-per-pipeline-rank", "2"]
+    chunks = evaluate([*base, "--pipeline-model-parallel-size", "4", *interleaved], H100).time
+    assert pp4.bubble_s / (pp4.total_s - pp4.optimizer_s - pp4.data_s) == pytest.approx(3 / (8 + 3))
+    assert chunks.bubble_s == pytest.approx(pp4.bubble_s / 2, rel=0.02)
+
+
+def test_the_command_that_is_shown_is_one_that_the_trainer_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--gpus", "64", "--preset", "llama2_70b", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    words = shlex.split(found["recommended"]["command"].replace("\\\n", " "))
+    assert words[:3] == ["torchrun", "--nnodes", "8"]
+    config, _ = read_command(words[words.index("trainer/pretrain.py") + 1 :], world_size=64)
+    assert config.model.preset == "llama2_70b"
+    assert found["checkpoint_gb"] == pytest.approx(965.7, rel=1e-3)
+    assert all(layout["fits"] for layout in found["layouts"])
+
+
+def test_the_page_of_a_plan_names_its_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--preset", "gpt3_1.3b", "--micro-batch-size", "1", "4"]) == 0
+    text = capsys.readouterr().out
+    for part in ("recommended: dp8", "seven runs", "Accelerate", "DeepSpeed", "a checkpoint takes 18 GB"):
+        assert part in text
+
+
+def test_where_nothing_fits_the_shortage_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpus", "4", "--gpu", "l4", "--preset", "llama2_13b", "--global-batch-size", "64"]
+    assert plan.main(words) == 1
+    assert "nothing fits on 4 GPUs with 24 GB" in (text := capsys.readouterr().err)
+    assert "35.2 too much" in text
+
+
+def test_faults_of_the_flags_are_the_trainers_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--num-heads", "7"]) == 2
+    assert "the nearest known one is --num-attention-heads" in capsys.readouterr().err
+    assert plan.main(["--gpu", "H1000"]) == 2
+    assert "the nearest is H100" in capsys.readouterr().err

@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""Which layouts of a model fit on which GPUs, ranked by predicted speed.
+
+    python tools/plan.py --gpus 64 --preset llama2_70b
+
+Every flag that is not the planner's own goes to the trainer: model, sequence length, precision, optimizer. Memory is
+the trainer's own formula; speed is a prediction for comparing layouts. Nothing is started, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python"), str(ROOT / "tools")]
+
+from megaflow.errors import MegaflowError  # noqa: E402
+from megaflow_trainer.config.arithmetic import count_parameters  # noqa: E402
+from megaflow_trainer.config.command import read_command  # noqa: E402
+from megaflow_trainer.config.hardware import GPUS, find_gpu  # noqa: E402
+from megaflow_trainer.config.planner import (  # noqa: E402
+    Choice,
+    Cluster,
+    count_checkpoint_bytes,
+    plan,
+    recommend,
+)
+from megaflow_trainer.config.presets import PRESETS  # noqa: E402
+from megaflow_trainer.config.step_time import LINK_RATE, PASSES, PRODUCT_RATE, bubble_share  # noqa: E402
+from plan_rows import find_nearest, format_rows, judge_rows, summarise  # noqa: E402
+
+DEFAULTS = (
+    ["--seq-length", "4096"],
+    ["--bf16"],
+    ["--global-batch-size", "1024"],
+    ["--train-iters", "1000"],
+    ["--data-path", "DATA"],
+)
+ASSUMPTION = (
+    f"Speed is predicted: matrix products at {PRODUCT_RATE:.0%} of the dense bf16 peak, {PASSES:.0f} bytes moved\n"
+    f"for each byte that forward keeps, links at {LINK_RATE:.0%} of their stated rate. The first two describe seven runs\n"
+    "of this trainer on one H200 within 12 %; communication was not measured. Memory is exact for states; on those\n"
+    "runs the sum was within 0.5 % of the measured peak."
+)
+OTHERS = (
+    "Other tools: a model that fits with ZeRO 3 alone and is fine-tuned from a Hugging Face folder is less work in\n"
+    "Accelerate or plain FSDP2, which wrap any model; DeepSpeed also offloads states to NVMe, megaflow does not.\n"
+    "This trainer is for pretraining GPTs where tp, pp or cp are needed, or where one wants every layout to give\n"
+    "the same numbers and the loader's time told apart."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; 1 if nothing fits, 2 if the flags are at fault."""
+    parser = make_parser()
+    options, flags = parser.parse_known_args(argv)
+    try:
+        if options.rows:
+            print(json.dumps(list(judge_rows()), indent=1) if options.json else format_rows())
+            return 0
+        return show_plan(options, flags)
+    except MegaflowError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The planner's own flags."""
+    known = ", ".join(gpu.name for gpu in GPUS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs in all (default: 8)")
+    parser.add_argument("--gpu", default="H100", help=f"their kind: {known} (default: H100)")
+    parser.add_argument("--memory-gb", type=float, help="10^9 bytes of memory a GPU (that of the kind if not given)")
+    parser.add_argument("--reserve-gb", type=float, default=4.0, help="what is left free of it (default: 4)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs that NVLink joins (default: 8)")
+    parser.add_argument(
+        "--micro-batch-size",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="sizes that are tried, several are allowed (default: 1)",
+    )
+    parser.add_argument("--top", type=int, default=8, help="layouts that are shown (default: 8)")
+    parser.add_argument("--rows", action="store_true", help="show the layouts that well-known guides recommend instead")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def fill_in(flags: Sequence[str]) -> list[str]:
+    """The trainer's flags, with defaults for what a plan needs and was not given."""
+    given, base = set(flags), list(flags)
+    others = {"--bf16": {"--fp16", "--fp64"}, "--train-iters": {"--train-samples"}, "--data-path": {"--mock-data"}}
+    for name, *value in DEFAULTS:
+        if not given & ({name} | others.get(name, set())):
+            base += [name, *value]
+    if "--seq-length" not in given and "--preset" in flags[:-1]:
+        shape = PRESETS.get(flags[flags.index("--preset") + 1], {})
+        base[base.index("--seq-length") + 1] = str(min(4096, shape.get("max_positions", 4096)))
+    if "--vocab-size" not in given and "--preset" not in given and "--config" not in given:
+        base += ["--vocab-size", "50257"]
+    return base
+
+
+def show_plan(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    """The ranked layouts of one model."""
+    gpu = find_gpu(options.gpu)
+    cluster = Cluster(
+        gpu=gpu,
+        num_gpus=options.gpus,
+        memory_gb=options.memory_gb or gpu.memory_gb,
+        reserve_gb=options.reserve_gb,
+        gpus_per_node=min(options.gpus_per_node, options.gpus),
+    )
+    base = fill_in(flags)
+    choices = plan(base, cluster, options.micro_batch_size)
+    best = recommend(choices)
+    if options.json:
+        print(json.dumps(describe_json(choices[: options.top], best, cluster, flags), indent=1))
+        return 0 if choices else 1
+    if best is None:
+        print(explain_nothing(base, cluster), file=sys.stderr)
+        return 1
+    print(format_head(best, cluster))
+    print(format_table(choices[: options.top]))
+    print(format_choice(best, cluster, flags))
+    print(f"\n{ASSUMPTION}\n{describe_rules(best)}\n{OTHERS}")
+    return 0
+
+
+def explain_nothing(base: list[str], cluster: Cluster) -> str:
+    """The layout that needs least, by how much it does not fit, and what could be changed."""
+    nearest = find_nearest(base, cluster)
+    if nearest is None:
+        return "error: the trainer takes no layout of this model on these GPUs"
+    short = (nearest.total_bytes - cluster.usable_bytes) / 1e9
+    needed = math.ceil(cluster.num_gpus * nearest.total_bytes / cluster.usable_bytes)
+    return (
+        f"error: nothing fits on {cluster.num_gpus} GPUs with {cluster.memory_gb:g} GB: the layout that needs least, "
+        f"{nearest.layout} with ZeRO {nearest.config.parallel.zero} and recompute "
+        f"{nearest.config.recompute.granularity}, takes {nearest.total_bytes / 1e9:.1f} GB a GPU, {short:.1f} too much"
+        f"; try about {needed} GPUs, a shorter --seq-length, --optimizer-cpu-offload or --all-bf16"
+    )
+
+
+def format_head(best: Choice, cluster: Cluster) -> str:
+    """What is planned, in one line."""
+    config = best.config
+    return (
+        f"{count_parameters(config.model) / 1e9:.2f} B parameters, sequences of {config.data.seq_len}, global batch "
+        f"{config.step.global_batch_size}, {config.step.dtype}; {cluster.num_gpus} x {cluster.gpu.name} with "
+        f"{cluster.memory_gb:g} GB, of which {cluster.usable_bytes / 1e9:g} may be used\n"
+    )
+
+
+def format_table(choices: Sequence[Choice]) -> str:
+    """The layouts, the fastest first."""
+    lines = [
+        f"{'layout':<20} ZeRO micro recompute  schedule      GB/GPU  bubble  comm.    MFU    tokens/s",
+    ]
+    for choice in choices:
+        config, time = choice.config, choice.time
+        schedule = config.parallel.schedule if config.parallel.pp > 1 else "-"
+        lines.append(
+            f"{choice.layout!s:<20} {config.parallel.zero:>4} {config.step.sizes.micro_batch_size:>5} "
+            f"{config.recompute.granularity:<10} {schedule:<12} {choice.total_bytes / 1e9:>7.1f} "
+            f"{bubble_share(config.parallel, config.step.sizes.num_micro_batches):>7.1%} "
+            f"{time.communication_s / time.total_s:>6.1%} {time.mfu:>6.1%} {time.tokens_per_s:>11,.0f}"
+        )
+    return "\n".join(lines)
+
+
+def format_choice(choice: Choice, cluster: Cluster, flags: Sequence[str]) -> str:
+    """The recommended layout in full."""
+    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in choice.device.items())
+    host = "".join(f", {name} {size / 1e9:.1f} in the CPU's memory" for name, size in choice.host.items())
+    time = choice.time
+    names = ("compute", "tensor", "context", "pipeline", "data", "bubble", "optimizer")
+    seconds = ", ".join(f"{name} {getattr(time, f'{name}_s'):.2f}" for name in names)
+    stage = f" on pipeline stage {choice.stage}, the fullest" if choice.config.parallel.pp > 1 else ""
+    return "\n".join(
+        [
+            f"\nrecommended: {choice.layout} (the simplest within 10 % of the fastest)",
+            f"  memory of a GPU{stage} (GB): {parts}{host} = {choice.total_bytes / 1e9:.1f}",
+            f"  a checkpoint takes {count_checkpoint_bytes(choice.config) / 1e9:,.0f} GB",
+            f"  a step (s): {seconds} = {time.total_s:.2f}",
+            f"  MFU {time.mfu:.1%} with all of attention counted, {time.mfu_causal:.1%} with what a causal mask leaves",
+            f"\n{format_command(choice, cluster, flags)}",
+        ]
+    )
+
+
+def format_command(choice: Choice, cluster: Cluster, flags: Sequence[str]) -> str:
+    """The command line to paste; DATA is the prefix of the data."""
+    nodes = math.ceil(cluster.num_gpus / cluster.gpus_per_node)
+    launch = ["torchrun"]
+    if nodes > 1:
+        launch += ["--nnodes", str(nodes), "--rdzv_backend", "c10d", "--rdzv_endpoint", "FIRST_HOST:29500"]
+    launch += ["--nproc_per_node", str(cluster.num_gpus // nodes), "trainer/pretrain.py"]
+    words = [*launch, *choice.flags, *save_flags(choice, cluster)]
+    lines = [""]
+    for word in map(shlex.quote, words):
+        if word.startswith("--") and len(lines[-1]) + len(word) > 90:
+            lines.append(" ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)
+
+
+def save_flags(choice: Choice, cluster: Cluster) -> list[str]:
+    """Checkpoints, where the trainer has them for this layout."""
+    try:
+        read_command([*choice.flags, "--save", "CHECKPOINTS"], world_size=cluster.num_gpus)
+    except MegaflowError:
+        return []
+    return ["--save", "CHECKPOINTS", "--save-interval", "500"]
+
+
+def describe_rules(best: Choice) -> str:
+    """Rules of thumb that the ranking can be held against."""
+    notes = [
+        "Rules of thumb: tp at most the GPUs that NVLink joins; pp where a model does not fit otherwise (above 70B);",
+        "cp above 8k tokens; the rest to dp; micro batch 4-8 at 7B, 1-2 at 70B, 1 at 405B.",
+    ]
+    if count_checkpoint_bytes(best.config) > 1e12:
+        notes.append("Checkpoints: keep room for two of them, several TB.")
+    return "\n".join(notes)
+
+
+def describe_json(
+    choices: Sequence[Choice], best: Choice | None, cluster: Cluster, flags: Sequence[str]
+) -> dict[str, Any]:
+    """Everything for scripts."""
+    rows = [
+        summarise(choice, cluster)
+        | {
+            "layout": str(choice.layout),
+            "flags": list(choice.flags),
+            "bubble": bubble_share(choice.config.parallel, choice.config.step.sizes.num_micro_batches),
+            "communication": choice.time.communication_s / choice.time.total_s,
+            "mfu_causal": choice.time.mfu_causal,
+        }
+        for choice in choices
+    ]
+    found: dict[str, Any] = {"gpus": cluster.num_gpus, "usable_gb": cluster.usable_bytes / 1e9, "layouts": rows}
+    if best is not None:
+        found["recommended"] = {"layout": str(best.layout), "command": format_command(best, cluster, flags)}
+        found["checkpoint_gb"] = count_checkpoint_bytes(best.config) / 1e9
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Which layouts of a model fit on GPUs, ranked by predicted speed; each is a command line that the trainer reads.
+
+For each legal (tp, pp, cp) and size of micro-batch ZeRO 1, 2 and 3 are tried, each with the least recompute that makes
+it fit (none, what is cheap, everything), and the fastest is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megaflow.errors import ConfigError
+from megaflow_trainer.config.arithmetic import count_parameters, count_state_bytes
+from megaflow_trainer.config.command import read_command
+from megaflow_trainer.config.hardware import Gpu
+from megaflow_trainer.config.layout import Layout
+from megaflow_trainer.config.memory import estimate_memory, find_fullest, find_layout
+from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.config.step_time import StepTime, predict_step
+
+RECOMPUTE = (
+    (),
+    ("--recompute-granularity", "selective", "--recompute-modules", "mlp_activation", "attention_norm", "mlp_norm"),
+    ("--recompute-granularity", "full"),
+)
+LONGEST_PLAIN = 8192
+"""Tokens of a sample up to which more than two context-parallel ranks are not tried."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """GPUs and what may be used of them."""
+
+    gpu: Gpu
+    num_gpus: int
+    memory_gb: float
+    """10^9 bytes a GPU."""
+    reserve_gb: float = 4.0
+    """Left free: CUDA's context, buffers of collectives, the allocator's slack."""
+    gpus_per_node: int = 8
+
+    @property
+    def usable_bytes(self) -> float:
+        """What states and activations may take."""
+        return (self.memory_gb - self.reserve_gb) * 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One layout, what it needs and how fast it would be."""
+
+    flags: tuple[str, ...]
+    config: TrainConfig
+    device: dict[str, int]
+    host: dict[str, int]
+    stage: int
+    """The pipeline stage that needs most; `device` and `host` are about its ranks."""
+    time: StepTime
+
+    @property
+    def total_bytes(self) -> int:
+        """On the device of the fullest rank."""
+        return sum(self.device.values())
+
+    @property
+    def layout(self) -> Layout:
+        """Ranks on every axis."""
+        return find_layout(self.config)
+
+
+def evaluate(flags: Sequence[str], cluster: Cluster) -> Choice:
+    """Memory and speed of a command line.
+
+    Raises:
+        ConfigError: if the trainer would refuse it.
+    """
+    config, _ = read_command(flags, world_size=cluster.num_gpus)
+    if config.model.vocab_size is None:
+        raise ConfigError("the vocabulary is not known yet: give --vocab-size, or a --preset")
+    stage = find_fullest(config)
+    device, host = estimate_memory(config, pp_rank=stage)
+    return Choice(
+        flags=tuple(flags),
+        config=config,
+        device=device,
+        host=host,
+        stage=stage,
+        time=predict_step(config, cluster.gpu, gpus_per_node=cluster.gpus_per_node),
+    )
+
+
+def list_axes(cluster: Cluster, *, seq_len: int) -> Iterator[tuple[int, int, int]]:
+    """Sizes (tp, pp, cp) that divide the GPUs; tp stays inside a machine."""
+    longest = 2 if seq_len <= LONGEST_PLAIN else 64
+    for tp in _divisors(cluster.num_gpus, cluster.gpus_per_node):
+        for cp in _divisors(cluster.num_gpus // tp, longest):
+            for pp in _divisors(cluster.num_gpus // tp // cp, cluster.num_gpus):
+                yield tp, pp, cp
+
+
+def _divisors(total: int, most: int) -> list[int]:
+    return [size for size in range(1, min(total, most) + 1) if total % size == 0]
+
+
+def plan(base: Sequence[str], cluster: Cluster, micro_batches: Sequence[int] = (1,)) -> list[Choice]:
+    """Layouts that fit, the fastest first.
+
+    Args:
+        base: the trainer's flags for model, precision, length and global batch.
+        cluster: the GPUs.
+        micro_batches: sizes that are tried.
+
+    Raises:
+        ConfigError: if no layout is legal; with what the trainer says of one rank.
+    """
+    is_legal, found = False, []
+    for flags, is_divided in list_flags(base, cluster, micro_batches):
+        choice, is_read = find_remedy(flags, cluster, is_divided=is_divided)
+        is_legal = is_legal or is_read
+        found += [choice] if choice is not None and choice.total_bytes <= cluster.usable_bytes else []
+    if not is_legal:
+        evaluate([*base, "--micro-batch-size", str(micro_batches[0])], cluster)
+    return sorted(found, key=lambda choice: -choice.time.tokens_per_s)
+
+
+def list_flags(
+    base: Sequence[str], cluster: Cluster, micro_batches: Sequence[int] = (1,)
+) -> Iterator[tuple[list[str], bool]]:
+    """Command lines of all layouts, before ZeRO and recompute, and whether ranks hold equal parts of a model."""
+    for tp, pp, cp in list_axes(cluster, seq_len=_read_seq_len(base)):
+        for micro in micro_batches:
+            for axes in _spell(tp, pp, cp, micro):
+                yield [*base, *axes], tp * pp < cluster.num_gpus
+
+
+def _read_seq_len(base: Sequence[str]) -> int:
+    return int(base[len(base) - 1 - base[::-1].index("--seq-length") + 1]) if "--seq-length" in base else 1024
+
+
+def _spell(tp: int, pp: int, cp: int, micro: int) -> Iterator[list[str]]:
+    flags = ["--micro-batch-size", str(micro)]
+    flags += ["--tensor-model-parallel-size", str(tp), "--sequence-parallel"] if tp > 1 else []
+    flags += ["--context-parallel-size", str(cp)] if cp > 1 else []
+    flags += ["--pipeline-model-parallel-size", str(pp)] if pp > 1 else []
+    yield flags
+    if pp > 1:
+        yield [*flags, "--pipeline-schedule", "interleaved", "--num-virtual-stages-per-pipeline-rank", "2"]
+
+
+def find_remedy(flags: Sequence[str], cluster: Cluster, *, is_divided: bool = True) -> tuple[Choice | None, bool]:
+    """The fastest combination of recompute and ZeRO under which a layout fits, or the one that needs least; and whether
+    the trainer takes any.
+    """
+    fitting: list[Choice] = []
+    nearest: Choice | None = None
+    for zero in (1, 2, 3) if is_divided else (1,):
+        shares = ["--use-distributed-optimizer"] if zero == 1 else ["--zero-stage", str(zero)]
+        for recompute in RECOMPUTE:
+            try:
+                choice = evaluate([*flags, *shares, *recompute], cluster)
+            except ConfigError:
+                continue
+            if choice.total_bytes <= cluster.usable_bytes:
+                fitting.append(choice)
+                break  # more recompute would only be slower
+            if nearest is None or choice.total_bytes < nearest.total_bytes:
+                nearest = choice
+    if fitting:
+        return max(fitting, key=lambda choice: choice.time.tokens_per_s), True
+    return nearest, nearest is not None
+
+
+def recommend(choices: Sequence[Choice], *, within: float = 0.10) -> Choice | None:
+    """The simplest of the layouts that are at most `within` slower than the fastest, about what predictions err:
+    the fewest ranks that share a model, then the least ZeRO, then the fastest.
+    """
+    if not choices:
+        return None
+    best = max(choice.time.tokens_per_s for choice in choices)
+    near = [choice for choice in choices if choice.time.tokens_per_s >= (1 - within) * best]
+    return min(near, key=_complexity)
+
+
+def _complexity(choice: Choice) -> tuple[int, int, int, float]:
+    own = choice.config.parallel
+    return own.tp * own.pp * own.cp, own.zero, own.virtual_stages, -choice.time.tokens_per_s
+
+
+def count_checkpoint_bytes(config: TrainConfig) -> int:
+    """Bytes of a checkpoint: weights, masters and states of the whole model."""
+    sizes = count_state_bytes(config.model, config.step, config.optim, num_parameters=count_parameters(config.model))
+    return sizes["weights"] + sizes["optimizer"]

@@ -1,0 +1,208 @@
+"""How long a step takes under a layout, predicted by formula: for comparing layouts, not for promising speed.
+
+Computing. Matrix products run at PRODUCT_RATE of the GPU's dense peak, and everything else is bound by memory: it moves
+PASSES bytes for each byte that a forward without recompute keeps. The two were set on one H200 with this trainer, seven
+runs from 124M to 16 layers of Llama 7B, with and without recompute: the rate is that of a large product there, the
+passes were fitted; predictions were within 12 % of each run (docs/planning.md).
+
+Communication. Rates are LINK_RATE of what the makers state. Collectives of tensor and context parallelism are
+counted as exposed; gradients hide behind the last backward, and weights of ZeRO behind the
+first forward, as long as these last (ZeRO 2 and 3: behind every micro-batch). These parts were not measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from megaflow_trainer.config.activations import GPU, count_activation_bytes, describe_attention, describe_mlp
+from megaflow_trainer.config.arithmetic import count_flops_per_token
+from megaflow_trainer.config.cost_table import ITEM_BYTES, choose_parts, count_block_flops
+from megaflow_trainer.config.hardware import Gpu
+from megaflow_trainer.config.memory import find_layout
+from megaflow_trainer.config.sections import ParallelConfig, RecomputeConfig, TrainConfig
+from megaflow_trainer.config.shares import Share, count_held_parameters, count_vocabulary_rows, find_share, narrow
+
+PRODUCT_RATE = 0.80
+PASSES = 22.0
+LINK_RATE = 0.7
+_STEPPED_BYTES, _KEPT_BYTES = 30, 16
+"""Bytes that a step moves for each weight that a rank steps, and for each that it holds: master, moments and main
+gradient; gradients added up, weights written."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of a step, and what follows from them."""
+
+    compute_s: float
+    """Of all micro-batches on the slowest stage."""
+    tensor_s: float
+    context_s: float
+    pipeline_s: float
+    """Messages between stages."""
+    bubble_s: float
+    """Waiting for other stages."""
+    data_s: float
+    """Gradients and weights of data parallelism that hide behind nothing."""
+    optimizer_s: float
+    tokens: int
+    num_gpus: int
+    mfu: float = 0.0
+    mfu_causal: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """The step."""
+        return self.compute_s + self.communication_s + self.bubble_s + self.optimizer_s
+
+    @property
+    def communication_s(self) -> float:
+        """Exposed communication."""
+        return self.tensor_s + self.context_s + self.pipeline_s + self.data_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all GPUs."""
+        return self.tokens / self.total_s
+
+
+def predict_step(config: TrainConfig, gpu: Gpu, *, gpus_per_node: int = 8) -> StepTime:
+    """The time of a step of a resolved configuration with its vocabulary."""
+    own, sizes, layout = config.parallel, config.step.sizes, find_layout(config)
+    count = sizes.num_micro_batches
+    found = [find_share(config.model, own, pp_rank=rank, num_micro_batches=count) for rank in range(own.pp)]
+    shares = list({(len(share.layers), share.is_first, share.is_last): share for share in found}.values())
+    tokens = config.data.seq_len * sizes.micro_batch_size / own.cp
+    stages = [_time_stage(config, share, gpu, tokens) for share in shares]
+    tensor = max(_time_tensor(config, share, gpu, tokens, gpus_per_node) for share in shares)
+    ring = max(_time_ring(config, share, gpu, tokens, gpus_per_node) for share in shares)
+    message = _time_message(config, gpu, tokens, gpus_per_node)
+    micro_s = max(stages) + tensor + ring + message
+    bubble = (own.pp - 1) / (2 if own.schedule == "zbv" else own.virtual_stages)
+    held = max(count_held_parameters(config.model, share) for share in shares)
+    stepped = held / (layout.dp_shard * layout.cp if own.zero else 1)
+    time = StepTime(
+        compute_s=max(stages) * count,
+        tensor_s=tensor * count,
+        context_s=ring * count,
+        pipeline_s=message * count,
+        bubble_s=bubble * micro_s,
+        data_s=_time_data(config, gpu, held, micro_s, gpus_per_node),
+        optimizer_s=(_STEPPED_BYTES * stepped + _KEPT_BYTES * held) / (PRODUCT_RATE * gpu.memory_rate),
+        tokens=sizes.global_batch_size * config.data.seq_len,
+        num_gpus=layout.size,
+    )
+    per_gpu = time.tokens_per_s / layout.size / gpu.peak_flops
+    full, causal = (
+        count_flops_per_token(config.model, seq_len=config.data.seq_len, is_causal=is_causal) * per_gpu
+        for is_causal in (False, True)
+    )
+    return dataclasses.replace(time, mfu=full, mfu_causal=causal)
+
+
+def bubble_share(parallel: ParallelConfig, num_micro_batches: int) -> float:
+    """Part of a step in which a rank waits for other stages: (p - 1) / (v m + p - 1)."""
+    wait = (parallel.pp - 1) / parallel.virtual_stages
+    return wait / (num_micro_batches + wait)
+
+
+def _time_stage(config: TrainConfig, share: Share, gpu: Gpu, tokens: float) -> float:
+    """Forward and backward of one micro-batch on a rank, without communication."""
+    model, local, item = config.model, narrow(config.model, share.tp), ITEM_BYTES[config.step.dtype]
+    block = count_block_flops(local, seq_len=config.data.seq_len)
+    flops = 3 * len(share.layers) * block + _count_again(config, share, block)
+    plain = count_activation_bytes(
+        model,
+        RecomputeConfig(),
+        (),
+        seq_len=config.data.seq_len,
+        micro_batch_size=config.step.sizes.micro_batch_size,
+        item_bytes=item,
+        share=share,
+    )
+    if share.is_last:
+        flops += 6 * model.hidden_dim * count_vocabulary_rows(model, share.tp) * (1 + model.num_mtp_layers)
+        flops += 3 * model.num_mtp_layers * block
+    products = flops * tokens / (PRODUCT_RATE * gpu.peak_flops)
+    return products + PASSES * plain.kept / (PRODUCT_RATE * gpu.memory_rate)
+
+
+def _count_again(config: TrainConfig, share: Share, block: float) -> float:
+    """FLOPs a token of what is computed again."""
+    own = config.recompute
+    if own.granularity == "none":
+        return 0.0
+    if own.granularity == "full":
+        part = own.num_layers if own.method == "block" else None
+        return block * min(len(share.layers), part or len(share.layers))
+    local, item, parts = narrow(config.model, share.tp), ITEM_BYTES[config.step.dtype], choose_parts(config)
+    halves = (
+        describe_attention(local, seq_len=config.data.seq_len, item_bytes=item, kernels=GPU, share=share),
+        describe_mlp(local, item_bytes=item, kernels=GPU, between=share.between),
+    )
+    return sum(half.count_flops(parts[layer]) for layer in share.layers for half in halves)
+
+
+def _find_rate(gpu: Gpu, span: int, gpus_per_node: int, group: int) -> float:
+    """Bytes per second of a collective over `group` ranks whose farthest are `span` ranks apart.
+
+    Beyond one machine every rank of the group there has a network card of its own.
+    """
+    if span <= gpus_per_node:
+        return LINK_RATE * gpu.link_rate
+    neighbours = max(1, group * gpus_per_node // span)
+    return LINK_RATE * min(gpu.link_rate, gpu.net_rate * neighbours)
+
+
+def _time_tensor(config: TrainConfig, share: Share, gpu: Gpu, tokens: float, gpus_per_node: int) -> float:
+    """Two all-reduces a block and direction, and those of what is computed again."""
+    tp = share.tp
+    if tp == 1:
+        return 0.0
+    times = 6 if config.recompute.granularity == "full" else 4
+    sent = 2 * (tp - 1) / tp * tokens * config.model.hidden_dim * ITEM_BYTES[config.step.dtype]
+    return times * len(share.layers) * sent / _find_rate(gpu, tp, gpus_per_node, tp)
+
+
+def _time_ring(config: TrainConfig, share: Share, gpu: Gpu, tokens: float, gpus_per_node: int) -> float:
+    """Keys and values round the ranks, forward and backward, and their gradients in fp32."""
+    if share.cp == 1:
+        return 0.0
+    local, item = narrow(config.model, share.tp), ITEM_BYTES[config.step.dtype]
+    width = 2 * local.kv_heads * local.head_width
+    if local.is_latent:
+        width = local.num_heads * (local.qk_dim + local.qk_rotary_dim + local.v_dim)
+    sent = (share.cp - 1) * tokens * width * (2 * item + 4)
+    rate = _find_rate(gpu, share.tp * share.cp, gpus_per_node, share.cp)
+    return len(share.layers) * sent / rate
+
+
+def _time_message(config: TrainConfig, gpu: Gpu, tokens: float, gpus_per_node: int) -> float:
+    """What a stage sends on and back for a micro-batch."""
+    own, layout = config.parallel, find_layout(config)
+    if own.pp == 1:
+        return 0.0
+    size = tokens * config.model.hidden_dim * ITEM_BYTES[config.step.dtype]
+    size /= own.tp if own.sequence_parallel else 1
+    return 2 * own.virtual_stages * size / _find_rate(gpu, layout.size, gpus_per_node, 1)
+
+
+def _time_data(config: TrainConfig, gpu: Gpu, held: int, micro_s: float, gpus_per_node: int) -> float:
+    """Gradients and weights that travel longer than what they hide behind."""
+    own, layout, count = config.parallel, find_layout(config), config.step.sizes.num_micro_batches
+    ranks = layout.dp * layout.cp
+    if ranks == 1:
+        return 0.0
+    item = ITEM_BYTES[config.step.dtype]
+    part = (ranks - 1) / ranks * held / _find_rate(gpu, own.tp * ranks, gpus_per_node, ranks)
+    reduce_s, gather_s = 4 * part, item * part
+    if not own.overlaps:
+        return 2 * reduce_s if own.zero == 0 else reduce_s * (count if own.zero > 1 else 1) + gather_s
+    backward_s, forward_s = micro_s * 2 / 3, micro_s / 3
+    if own.zero == 0:
+        return max(0.0, 2 * reduce_s - backward_s)
+    if own.zero == 3:
+        return count * max(0.0, reduce_s + 2 * gather_s - micro_s)
+    times = count if own.zero == 2 else 1
+    return times * max(0.0, reduce_s - backward_s) + max(0.0, gather_s - forward_s)
