@@ -45,9 +45,9 @@ DEFAULTS = (
 )
 ASSUMPTION = (
     f"Speed is predicted: matrix products at {PRODUCT_RATE:.0%} of the dense bf16 peak, {PASSES:.0f} bytes moved\n"
-    f"for each byte that forward keeps, links at {LINK_RATE:.0%} of their stated rate. The first two describe seven runs\n"
-    "of this trainer on one H200 within 12 %; communication was not measured. Memory is exact for states; on those\n"
-    "runs the sum was within 0.5 % of the measured peak."
+    f"for each byte that forward keeps, links at {LINK_RATE:.0%} of their stated rate. The first two describe\n"
+    "seven runs of this trainer on one H200 within 12 %; communication was not measured. Memory is exact for\n"
+    "states; on those runs the sum was within 0.5 % of the measured peak."
 )
 OTHERS = (
     "Other tools: a model that fits with ZeRO 3 alone and is fine-tuned from a Hugging Face folder is less work in\n"
