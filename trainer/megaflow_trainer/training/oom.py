@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from megaflow.errors import MegaflowError
+from megaflow_trainer.config.remedies import list_remedies
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.training.memory import list_parts, measure_memory
 
@@ -39,29 +40,6 @@ def describe_shortage(config: TrainConfig, device: torch.device, error: BaseExce
         *(f"  {number}. {remedy}" for number, remedy in enumerate(list_remedies(config), start=1)),
     ]
     return "\n".join(lines)
-
-
-def list_remedies(config: TrainConfig) -> list[str]:
-    """What can still be changed, the cheapest first."""
-    sizes, own = config.step.sizes, config.recompute
-    found = []
-    if sizes.micro_batch_size > 1:
-        found.append(f"--micro-batch-size {sizes.micro_batch_size // 2}: half the activations, the same result")
-    if own.granularity != "full":
-        found.append("--recompute-granularity selective, then full: activations are computed again in backward")
-    if config.step.dtype == "fp32":
-        found.append("--bf16: half of weights and activations")
-    if own.compression == "none":
-        found.append("--compress-activations bf16: half of what is kept for backward")
-    found.append(
-        "--use-distributed-optimizer: optimizer states spread over the data-parallel ranks, where there is one"
-    )
-    if not config.optim.is_offloaded:
-        found.append("--optimizer-cpu-offload: master weights and optimizer states in the CPU's memory")
-    found.append(
-        "--tensor-model-parallel-size 2 and more: each layer spread over the GPUs of a machine, where there are"
-    )
-    return found
 
 
 @contextmanager

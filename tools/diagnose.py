@@ -1,0 +1,66 @@
+#!/usr/bin/env python3
+"""What is wrong with a run, and the flag that mends it: `python tools/diagnose.py RUN`.
+
+RUN is a run folder: metrics.jsonl, run.json. Findings come worst first, each with what was seen, the likely cause and
+what to change. Exit code 0: nothing found; 3: something was found; 1: RUN cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python"), str(ROOT / "tools")]
+
+from report import ReportError  # noqa: E402
+from symptoms import RULES, Finding, Record, read_record  # noqa: E402
+
+FOUND, UNREADABLE = 3, 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    try:
+        record = read_record(options.run)
+    except (ReportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return UNREADABLE
+    findings = diagnose(record)
+    if options.json:
+        print(json.dumps([finding.as_dict() for finding in findings], indent=1))
+    else:
+        print(format_findings(record, findings))
+    return FOUND if findings else 0
+
+
+def diagnose(record: Record) -> list[Finding]:
+    """Everything that the rules find, the worst first."""
+    found = [finding for rule in RULES for finding in rule(record)]
+    return sorted(found, key=lambda finding: finding.rank)
+
+
+def format_findings(record: Record, findings: Sequence[Finding]) -> str:
+    """The findings as text."""
+    last = record.steps[-1]["iteration"] if record.steps else 0
+    head = f"{record.folder}: {len(record.steps)} lines up to iteration {last}, {record.describe_end()}"
+    if not findings:
+        return f"{head}\nnothing found: no symptom of docs/troubleshooting.md shows in it"
+    lines = [head]
+    for number, finding in enumerate(findings, start=1):
+        lines += [f"\n{number}. {finding.title}", f"   seen:   {finding.seen}", f"   likely: {finding.cause}"]
+        lines += [f"   do:     {finding.remedies[0]}", *(f"           {text}" for text in finding.remedies[1:])]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
