@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+"""Is this machine ready to train? Environment, GPUs, links, disks, files and packages in words, with remedies.
+
+    python tools/doctor.py
+    python tools/doctor.py --data-path corpus --vocab-file vocab.json --save /checkpoints --preset llama3_8b
+
+Every line is `ok`, `note` or `fail`; a fail says what to do. Exit code 0: no fails; 1: some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python"), str(ROOT / "tools")]
+
+from doctor_checks import CHECKS, Asked, Line  # noqa: E402
+
+MARKS = {"ok": "ok  ", "note": "note", "fail": "FAIL"}
+COLOURS = {"ok": "32", "note": "33", "fail": "31"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--data-path", metavar="PREFIX", help="prefix of a .bin/.idx pair to look at")
+    parser.add_argument("--vocab-file", type=Path, help="vocabulary of the tokenizer")
+    parser.add_argument("--merge-file", type=Path, help="merges of the tokenizer")
+    parser.add_argument("--tokenizer-model", type=Path, help="a tokenizer.json or the folder with one")
+    parser.add_argument("--save", type=Path, default=Path(), help="where checkpoints will go (default: here)")
+    parser.add_argument("--preset", help="model whose checkpoints must find room")
+    parser.add_argument("--checkpoints", type=int, default=2, help="how many of them are kept (default: 2)")
+    parser.add_argument("--no-collective", action="store_true", help="leave out the two-process test")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    asked = Asked(**{name: value for name, value in vars(parser.parse_args(argv)).items() if name != "json"})
+    lines = examine(asked)
+    if "--json" in (sys.argv[1:] if argv is None else argv):
+        print(json.dumps([line.as_dict() for line in lines], indent=1))
+    else:
+        print("\n".join(format_line(line, has_colour=sys.stdout.isatty()) for line in lines))
+        fails = sum(line.state == "fail" for line in lines)
+        print(f"\n{len(lines)} lines, {fails} to mend" if fails else f"\n{len(lines)} lines, nothing to mend")
+    return int(any(line.state == "fail" for line in lines))
+
+
+def examine(asked: Asked) -> list[Line]:
+    """Every check, in order."""
+    return [line for check in CHECKS for line in check(asked)]
+
+
+def format_line(line: Line, *, has_colour: bool) -> str:
+    """A line for people."""
+    mark = MARKS[line.state]
+    mark = f"\033[{COLOURS[line.state]}m{mark}\033[0m" if has_colour else mark
+    return f"{mark}  {line.topic}: {line.text}" + (f"\n      -> {line.remedy}" if line.remedy else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
