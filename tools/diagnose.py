@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python"), str(ROOT / "tools")]
 
+from doors import ShowVersion, run_door  # noqa: E402
 from report import ReportError  # noqa: E402
 from symptoms import RULES, Finding, Record, read_record  # noqa: E402
 
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--version", action=ShowVersion)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
@@ -63,4 +65,4 @@ def format_findings(record: Record, findings: Sequence[Finding]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_door(main))

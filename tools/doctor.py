@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python"), str(ROOT / "tools")]
 
 from doctor_checks import CHECKS, Asked, Line  # noqa: E402
+from doors import ShowVersion, run_door  # noqa: E402
 
 MARKS = {"ok": "ok  ", "note": "note", "fail": "FAIL"}
 COLOURS = {"ok": "32", "note": "33", "fail": "31"}
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--version", action=ShowVersion)
     parser.add_argument("--data-path", metavar="PREFIX", help="prefix of a .bin/.idx pair to look at")
     parser.add_argument("--vocab-file", type=Path, help="vocabulary of the tokenizer")
     parser.add_argument("--merge-file", type=Path, help="merges of the tokenizer")
@@ -62,4 +64,4 @@ def format_line(line: Line, *, has_colour: bool) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_door(main))

@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python"), str(ROOT / "tools")]
 
+from doors import ShowVersion, run_door  # noqa: E402
 from megaflow.errors import MegaflowError  # noqa: E402
 from megaflow_trainer.config.arithmetic import count_parameters  # noqa: E402
 from megaflow_trainer.config.command import read_command  # noqa: E402
@@ -77,6 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--version", action=ShowVersion)
     parser.add_argument("--gpus", type=int, default=8, help="GPUs in all (default: 8)")
     parser.add_argument("--gpu", default="H100", help=f"their kind: {known} (default: H100)")
     parser.add_argument("--memory-gb", type=float, help="10^9 bytes of memory a GPU (that of the kind if not given)")
@@ -257,4 +259,4 @@ def describe_json(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_door(main))

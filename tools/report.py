@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from doors import ShowVersion, run_door
+
 TEMPLATE = Path(__file__).with_name("report_page.html")
 PLACE = "/*DATA*/"
 MOST_POINTS = 2000
@@ -45,6 +47,7 @@ class ReportError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; 1 if a run cannot be read."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--version", action=ShowVersion)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--output", type=Path, help="the page (default: report.html in the first run folder)")
     options = parser.parse_args(argv)
@@ -201,4 +204,4 @@ def make_page(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_door(main))
