@@ -6,12 +6,14 @@ python trainer/pretrain.py --help
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
 try:
+    from megaflow import __version__
     from megaflow.errors import ConfigError, MegaflowError
     from megaflow_trainer.config import format_help, read_command
     from megaflow_trainer.training.orphan import end_with_launcher
@@ -31,9 +33,9 @@ def main(argv: Sequence[str]) -> int:
     rank = 0
     try:
         rank, world_size, local_rank = read_place(os.environ)
-        if "--help" in argv or "-h" in argv:
+        if "--help" in argv or "-h" in argv or "--version" in argv:
             if rank == 0:
-                print(format_help())
+                print(describe_version() if "--version" in argv else format_help())
             return 0
         config, notes = read_command(argv, world_size=world_size)
     except MegaflowError as error:
@@ -46,6 +48,11 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_BAD_CONFIG
 
     return launch(config, notes, rank=rank, world_size=world_size, local_rank=local_rank)
+
+
+def describe_version() -> str:
+    """The trainer and torch."""
+    return f"megaflow {__version__}, torch {importlib.metadata.version('torch')}"
 
 
 def read_place(environment: Mapping[str, str]) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ COMMANDS = {
     "stats": ("stats", "lengths of documents, most frequent ids"),
     "export": ("export", "a pair to JSON lines or Parquet"),
     "import": ("import_", "token files of datatrove, nanoGPT and llm.c to .bin/.idx"),
+    "completion": ("completion", "what lets bash, zsh or fish complete commands and flags"),
 }
 """Name of each command: its module in this folder, and what it does."""
 

@@ -193,7 +193,7 @@ def _unknown(name: str, words: list[str]) -> str:
 
 def list_flag_names() -> list[str]:
     """Every flag that is recognised, in whatever way."""
-    names = [flag.name for flag in FLAGS] + [flag.name for flag in LEGACY] + ["--config", "--help"]
+    names = [flag.name for flag in FLAGS] + [flag.name for flag in LEGACY] + ["--config", "--help", "--version"]
     for feature in NOT_BUILT:
         names += [*feature.switches, *(name for name, _ in feature.valued)]
     return names

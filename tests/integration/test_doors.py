@@ -1,0 +1,117 @@
+"""Every door tells its version, completes, has no colours where nobody looks, and ends in quiet on Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import megaflow
+from megaflow.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).resolve().parents[2]
+DESK = ("plan", "diagnose", "doctor", "smoke", "report")
+DOORS = {
+    **{name: [f"tools/{name}.py"] for name in DESK},
+    "megaflow": ["-m", "megaflow.cli.main"],
+    "preprocess": ["-m", "megaflow.cli.preprocess"],
+    "pretrain": ["trainer/pretrain.py"],
+}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), str(ROOT / "trainer")])}
+
+
+def call(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_tells_its_version(door: str) -> None:
+    done = call(*DOORS[door], "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert megaflow.__version__ in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize("door", [name for name in DOORS if name != "pretrain"])
+def test_help_is_plain_text_with_every_flag_explained(door: str) -> None:
+    done = call(*DOORS[door], "--help")
+    assert done.returncode == 0
+    assert "\033" not in done.stdout
+    assert len(done.stdout.splitlines()) > 8
+
+
+def complete(tmp_path: Path, *words: str) -> list[str]:
+    """What bash would offer for a line."""
+    (tmp_path / "completion").write_text(call("-m", "megaflow.cli.main", "completion", "bash").stdout)
+    for name, module in (("megaflow", "main"), ("megaflow-preprocess", "preprocess")):
+        script = f'#!/bin/sh\nexec {sys.executable} -m megaflow.cli.{module} "$@"\n'
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    line = " ".join(f"'{word}'" for word in words)
+    program = (
+        f"source {tmp_path}/completion; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; "
+        '_megaflow; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", program], env={**ENVIRONMENT, "PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_bash_completes_commands_and_flags(tmp_path: Path) -> None:
+    assert set(COMMANDS) <= set(complete(tmp_path, "megaflow", ""))
+    assert complete(tmp_path, "megaflow", "ver") == ["verify"]
+    assert complete(tmp_path, "megaflow", "inspect", "--ru") == ["--run"]
+    assert "--on-bad-record" in complete(tmp_path, "megaflow-preprocess", "--on")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_gets_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert all(re.search(rf"\b{name}\b", text) for name in COMMANDS)
+
+
+def test_another_shell_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "tcsh"]) == 2
+    assert "tcsh" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_command_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "tools/smoke.py"]
+    variables = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("megaflow_smoke_*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of its group
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "stopped by Ctrl-C\n")
+    assert list(tmp_path.glob("megaflow_smoke_*")) == []
+
+
+def test_a_reader_that_has_gone_is_no_fault() -> None:
+    line = f"'{sys.executable}' tools/plan.py --rows | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "0"
