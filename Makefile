@@ -7,7 +7,7 @@ export PYTHON
 python:
 	@$(PYTHON) tools/check_python.py
 
-.PHONY: help build demo test test-all test-loops check bench clean
+.PHONY: help build demo test test-all test-loops check docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -30,6 +30,9 @@ test-loops: python ## the loops of other libraries (Lightning, Hugging Face, JAX
 
 check: python ## formatters, linters, types, layers, clippy, stub
 	@tools/check
+
+docs: python ## the documentation as a site in docs/_build, in an environment of its own
+	@$(PYTHON) tools/build_docs.py
 
 bench: python ## benchmarks, Rust and Python
 	@$(PYTHON) tools/run_benches.py

@@ -7,9 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+
+import build_docs
+import make_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -41,8 +45,67 @@ def test_the_plain_pytorch_loop_runs_and_learns(corpus: Path):
     assert loss < 9.0  # it starts above 10.8, a guess among 50,257 tokens
 
 
+COMMANDS = ("five-minutes.md", "data-guide.md", "training.md", "planning.md", "gpus.md")
+"""Pages of which every block of commands is run, or says why not."""
+BLOCK = re.compile(r"(?:<!-- (run|not run): ([^\n]*?) -->\n)?[ ]*```\n(.*?)[ ]*```", re.DOTALL)
+
+
+def list_blocks(page: str) -> list[tuple[str, str, str]]:
+    """Mark, name or reason, and text of every block of commands."""
+    return [match.groups() for match in BLOCK.finditer((ROOT / "docs" / page).read_text(encoding="utf-8"))]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("page", COMMANDS)
+def test_every_command_runs_or_says_why_not(page: str) -> None:
+    blocks = list_blocks(page)
+    assert blocks
+    assert [text for mark, _, text in blocks if not mark] == []
+    reasons = {why for mark, why, _ in blocks if mark == "not run"}
+    assert all(why.startswith(("needs", "builds")) for why in reasons), reasons
+
+
+@pytest.mark.parametrize("page", [page for page in COMMANDS if any(mark == "run" for mark, _, _ in list_blocks(page))])
+def test_the_commands_of_a_page_run_in_order(page: str, corpus: Path, tmp_path: Path) -> None:
+    for folder in ("trainer", "tools", "python"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "corpus.jsonl").write_text((corpus / "corpus.jsonl").read_text())
+    for name in ("bin", "idx", "json") if page == "training.md" else ():
+        file = f"corpus_text_document.{name}"
+        (tmp_path / file).write_bytes((corpus / file).read_bytes())
+    program = "set -eu\n" + "\n".join(textwrap.dedent(text) for mark, _, text in list_blocks(page) if mark == "run")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    libraries = os.pathsep.join([str(ROOT / "python"), str(ROOT / "trainer"), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PATH": path, "PYTHONPATH": libraries, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-c", program], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_pages_made_from_sources_are_fresh() -> None:
+    assert [name for name, make in make_pages.PAGES.items() if make_pages.read(name) != make()] == []
+
+
+def test_the_list_of_messages_holds_those_of_all_parts() -> None:
+    text = make_pages.make_errors()
+    for part in ("is not a flag", "a blend needs at least one dataset", "crates/megaflow-indexed", "parallel.zero 3"):
+        assert part in text
+
+
+@pytest.mark.slow
+def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
+    python = os.environ.get("MEGAFLOW_DOCS_VENV", str(ROOT / ".venv-docs")) + "/bin/python"
+    if not Path(python).exists():
+        pytest.skip("no environment with Sphinx: make docs makes it")
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    command = build_docs.list_command(python, tmp_path)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "class" in (tmp_path / "api.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page: str):
     links = LINK.findall((ROOT / page).read_text(encoding="utf-8"))
-    missing = [to for to in links if "://" not in to and not ((ROOT / page).parent / to).exists()]
+    missing = [to for to in links if to != "errors.md" and "://" not in to and not ((ROOT / page).parent / to).exists()]
     assert missing == []
