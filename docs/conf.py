@@ -20,6 +20,7 @@ project, author, html_title = "megaflow", "the megaflow authors", "megaflow"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "Dockerfile", "measured"]
 html_theme = "furo"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 myst_heading_anchors = 3
 autodoc_mock_imports = ["torch"]
 autodoc_typehints = "none"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--json" in (sys.argv[1:] if argv is None else argv):
         print(json.dumps([line.as_dict() for line in lines], indent=1))
     else:
-        print("\n".join(format_line(line, has_colour=sys.stdout.isatty()) for line in lines))
+        print(
+            "\n".join(
+                format_line(line, has_colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")) for line in lines
+            )
+        )
         fails = sum(line.state == "fail" for line in lines)
         print(f"\n{len(lines)} lines, {fails} to mend" if fails else f"\n{len(lines)} lines, nothing to mend")
     return int(any(line.state == "fail" for line in lines))
