@@ -88,20 +88,14 @@ def make_errors() -> str:
 
 
 def list_messages(path: Path) -> Iterator[str]:
-    """Messages of `raise SomeError(...)`, and faults of the configuration."""
+    """Messages of `raise SomeError(...)`, and faults of the configuration: the sentences in `check_...` functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        call = node.exc if isinstance(node, ast.Raise) else node if is_fault(node) else None
-        if isinstance(call, ast.Call) and call.args and (not isinstance(node, ast.Raise) or names_error(call)):
-            message = spell(call.args[0])
-            if len(message) > 20:
-                yield message
-
-
-def is_fault(node: ast.AST) -> bool:
-    """Whether a node is `faults.append(...)`."""
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append"):
-        return False
-    return isinstance(node.func.value, ast.Name) and node.func.value.id == "faults"
+        found: list[ast.AST] = []
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args and names_error(node.exc):
+            found = [node.exc.args[0]]
+        elif isinstance(node, ast.FunctionDef) and node.name.startswith("check_"):
+            found = [part for part in ast.walk(node) if isinstance(part, ast.JoinedStr)]
+        yield from (message for message in map(spell, found) if len(message) > 20 and " " in message)
 
 
 def names_error(call: ast.Call) -> bool:
@@ -134,9 +128,8 @@ def make_performance() -> str:
         content = json.loads(path.read_text(encoding="utf-8"))
         device = content["device"].split()[-1]
         lines += [f"## Training steps on one {content['device']}\n", f"{content.get('what', '')}.", ""]
-        lines += [
-            f"torch {content['torch']}, {content['date']}, `{content['command']}` ([JSON](measured/{path.name})).\n"
-        ]
+        taken = f"torch {content['torch']}, {content['date']}, {content.get('commit', 'the commit of the file')}"
+        lines += [f"{taken}, {content['command']} ([JSON](measured/{path.name})).\n"]
         lines += ["| run (`--bf16`) | tokens/s | predicted | peak GiB | by formula |", "|---|---|---|---|---|"]
         for run in content["runs"]:
             words = [*run["flags"].split(), "--bf16", "--train-iters", "1", "--data-path", "x"]
