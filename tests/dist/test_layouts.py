@@ -128,6 +128,11 @@ def test_pp2_equals_one_rank_by_every_schedule(eight_ranks: RankPool, schedule: 
     compare(eight_ranks, Case(kind, f"{PP2} {SCHEDULES[schedule]}", 2))
 
 
+def test_runs_of_recomputed_blocks_stay_inside_a_chunk(eight_ranks: RankPool) -> None:
+    flags = f"{SCHEDULES['interleaved']} --recompute-granularity full --recompute-num-layers 2"
+    compare(eight_ranks, Case("gpt2_plain", f"{PP2} {flags}", 2))
+
+
 @pytest.mark.parametrize("micro", [1, pytest.param(4, marks=SLOW), 8], ids=["8 micro-batches", "2", "1"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pp2_takes_any_number_of_micro_batches(eight_ranks: RankPool, schedule: str, micro: int) -> None:

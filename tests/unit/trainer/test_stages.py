@@ -8,6 +8,7 @@ import pytest
 
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.sections import ModelConfig, ParallelConfig
+from megaflow_trainer.config.shares import count_in_flight
 from megaflow_trainer.config.stages import check_micro_batches, check_stages, describe_stages, own_chunks, split_layers
 
 
@@ -83,3 +84,15 @@ def test_a_schedule_that_does_not_suit_is_said() -> None:
         "parallel.schedule interleaved takes micro-batches in rounds of parallel.pp 4, and there are 9; use 8"
     ]
     assert check_micro_batches(odd, 8) == check_micro_batches(ParallelConfig(pp=4), 9) == []
+
+
+@pytest.mark.parametrize(
+    "schedule, num_micro_batches, held",
+    [("1f1b", 8, [4, 3, 2, 1]), ("1f1b", 2, [2, 2, 2, 2]), ("gpipe", 8, [8, 8, 8, 8]), ("zbv", 8, [4, 4, 4, 4])],
+)
+def test_stages_keep_the_micro_batches_of_their_schedule(
+    schedule: str, num_micro_batches: int, held: list[int]
+) -> None:
+    parallel = ParallelConfig(pp=4, schedule=schedule)
+    counted = [count_in_flight(parallel, pp_rank=rank, num_micro_batches=num_micro_batches) for rank in range(4)]
+    assert counted == held

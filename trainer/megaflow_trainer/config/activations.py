@@ -271,7 +271,8 @@ def count_activation_bytes(
     )
     mlp = describe_mlp(local, item_bytes=item_bytes, kernels=kernels, between=own.between)
     num_further = model.num_mtp_layers if own.is_last else 0
-    blocks, again = _count_blocks(recompute, _pick(parts, own), num_further, attention, mlp)
+    lengths = own.chunks or (len(own.layers),)
+    blocks, again = _count_blocks(recompute, _pick(parts, own), lengths, num_further, attention, mlp)
     stream = blocks + (_keep_mask(model) * own.between if own.is_first else 0)
     loss = moment = 0.0
     if own.is_last:
@@ -311,7 +312,12 @@ def _count_further(model: ModelConfig, a: int, kernels: Kernels) -> float:
 
 
 def _count_blocks(
-    recompute: RecomputeConfig, parts: Sequence[Collection[str]], num_further: int, attention: Half, mlp: Half
+    recompute: RecomputeConfig,
+    parts: Sequence[Collection[str]],
+    lengths: Sequence[int],
+    num_further: int,
+    attention: Half,
+    mlp: Half,
 ) -> tuple[float, float]:
     """Bytes a token that the blocks keep, those of multi-token prediction last, and those of the largest part that is
     computed again.
@@ -323,8 +329,8 @@ def _count_blocks(
         return num_again * attention.input + (count - num_again) * whole, whole
     if recompute.granularity == "full":
         length = recompute.num_layers or 1
-        num_runs = -(-num_layers // length) + num_further
-        return num_runs * attention.input, min(length, num_layers) * whole
+        num_runs = sum(-(-own // length) for own in lengths) + num_further
+        return num_runs * attention.input, min(length, max(lengths)) * whole
     if recompute.granularity == "none":
         return count * whole, 0
     all_parts = [*parts, *[parts[-1]] * num_further]

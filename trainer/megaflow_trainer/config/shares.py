@@ -23,6 +23,8 @@ class Share:
 
     layers: tuple[int, ...]
     """Numbers of its blocks."""
+    chunks: tuple[int, ...] = ()
+    """Blocks in each chunk of a pipeline rank that has several."""
     is_first: bool = True
     """Whether it has the embedding."""
     is_last: bool = True
@@ -51,6 +53,7 @@ def find_share(model: ModelConfig, parallel: ParallelConfig, *, pp_rank: int, nu
     runs, own = split_layers(model, parallel), own_chunks(parallel, pp_rank)
     return Share(
         layers=tuple(layer for chunk in own for layer in runs[chunk]),
+        chunks=tuple(len(runs[chunk]) for chunk in own),
         is_first=0 in own,
         is_last=count_chunks(parallel) - 1 in own,
         tp=parallel.tp,
@@ -70,10 +73,10 @@ def count_in_flight(parallel: ParallelConfig, *, pp_rank: int, num_micro_batches
     pp, m = parallel.pp, num_micro_batches
     if pp == 1:
         return 1.0
-    if parallel.schedule == "gpipe":
+    if parallel.schedule == "gpipe" or (parallel.schedule == "1f1b" and m < pp):  # then all go forward first
         return float(m)
     if parallel.schedule == "1f1b":
-        return float(min(pp - pp_rank, m))
+        return float(pp - pp_rank)
     if parallel.schedule == "zbv":
         return float(min(pp, m))
     chunks = parallel.virtual_stages

@@ -127,7 +127,7 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
         fill(model, parts)
     for weight in model.parameters():
         copy_from_first(weight.data, mesh.gradient_group)
-    apply_recompute(model, plan.recompute, plan.recomputed_parts)
+    apply_recompute(model, plan.recompute, plan.recomputed_parts, chunks=[chunk.blocks for chunk in chunks])
     if plan.is_compiled:
         compile_blocks(model, is_whole=mesh.tp_group is None and mesh.cp_group is None)
     gradients = collect_gradients(model, mesh, parts, plan)

@@ -21,8 +21,21 @@ from megaflow_trainer.config.sections import RecomputeConfig
 from megaflow_trainer.model.gpt import Absent
 
 
-def apply_recompute(model: nn.Module, config: RecomputeConfig, parts: Sequence[Sequence[str]] | None = None) -> None:
-    """Wrap the blocks of a model, or parts of them, so that backward computes them again."""
+def apply_recompute(
+    model: nn.Module,
+    config: RecomputeConfig,
+    parts: Sequence[Sequence[str]] | None = None,
+    *,
+    chunks: Sequence[nn.ModuleList] = (),
+) -> None:
+    """Wrap the blocks of a model, or parts of them, so that backward computes them again.
+
+    Args:
+        model: a GPT, or what a pipeline rank holds of it.
+        config: what is computed again.
+        parts: for each block what selective recompute takes; `modules` of all if not given.
+        chunks: the blocks of each chunk of a pipeline rank: no run reaches from one into another.
+    """
     main, further = _list_blocks(model)
     if config.granularity == "selective":
         given = [config.modules] * len(main) if parts is None else _pick_present(model, parts)
@@ -33,7 +46,8 @@ def apply_recompute(model: nn.Module, config: RecomputeConfig, parts: Sequence[S
         for block in [*main, *further][: config.num_layers]:
             block.forward = _recomputed(block.forward)
     if config.granularity == "full" and config.method == "uniform":
-        _chain(main, config.num_layers or 1)
+        for blocks in [list(chunk) for chunk in chunks] or [main]:
+            _chain(blocks, config.num_layers or 1)
         _chain(further, 1)
 
 
