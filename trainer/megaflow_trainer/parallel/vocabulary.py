@@ -52,7 +52,8 @@ class VocabularyLoss:
         """
         x = (gather_tokens if self.is_sequence else copy_into)(x, self.group, meter=self.meter)
         num_real = min(max(vocab_size - self.rows.start, 0), len(self.rows))
-        chunk = max(1, self.chunk_scores // max(num_real, 1))
+        # By what all ranks know: their numbers of rows differ, and chunks of other lengths would not meet.
+        chunk = max(1, self.chunk_scores * dist.get_world_size(self.group) // vocab_size)
         place = _Place(self.group, self.rows.start, scale, chunk, self.meter)
         losses: Tensor = _LinearCrossEntropy.apply(x.flatten(0, 1), weight[:num_real], target.flatten(), place)
         return losses.view(target.shape)
