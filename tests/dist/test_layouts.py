@@ -227,9 +227,9 @@ def test_activations_are_compressed_on_every_layout(eight_ranks: RankPool, layou
     case = Case("gpt2", f"{layout} {SMALL}", 4, micro=4, common="--compress-activations fp8 --hidden-size 64")
     exact = run_alone(replace(case, flags="", num_ranks=1, common="--hidden-size 64"))
     found = eight_ranks.run(run_case, case)[0]
-    difference = find_difference(exact, found)
-    assert 1e-5 < difference["norms"] < 5e-2
-    assert difference["losses"] < 1e-2
+    first = [abs(a - b) / a for a, b in zip(exact["norms"], found["norms"], strict=True)][:4]
+    assert 1e-5 < max(first) < 5e-3, "rounding of one step; later ones add up"
+    assert find_difference(exact, found)["losses"] < 2e-2
 
 
 @pytest.mark.parametrize("layout", [f"{TP2} {SP} {ZERO1}", f"{TP2} {PP2}", f"{CP2} {ZERO2}", f"{TP2} {ZERO3}"])
