@@ -50,6 +50,10 @@ COMMANDS = ("five-minutes.md", "data-guide.md", "training.md", "planning.md", "g
 BLOCK = re.compile(r"(?:<!-- (run|not run): ([^\n]*?) -->\n)?[ ]*```\n(.*?)[ ]*```", re.DOTALL)
 
 
+SHORT = "--train-iters 6 --micro-batch-size 2 --global-batch-size 4 --eval-interval 3 --log-interval 1"
+"""Of the recipe that the pages start: enough to see that every command works."""
+
+
 def list_blocks(page: str) -> list[tuple[str, str, str]]:
     """Mark, name or reason, and text of every block of commands."""
     return [match.groups() for match in BLOCK.finditer((ROOT / "docs" / page).read_text(encoding="utf-8"))]  # type: ignore[misc]
@@ -73,6 +77,7 @@ def test_the_commands_of_a_page_run_in_order(page: str, corpus: Path, tmp_path: 
         file = f"corpus_text_document.{name}"
         (tmp_path / file).write_bytes((corpus / file).read_bytes())
     program = "set -eu\n" + "\n".join(textwrap.dedent(text) for mark, _, text in list_blocks(page) if mark == "run")
+    program = program.replace("gpt_tiny_cpu.yaml", f"gpt_tiny_cpu.yaml {SHORT}")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     libraries = os.pathsep.join([str(ROOT / "python"), str(ROOT / "trainer"), os.environ.get("PYTHONPATH", "")])
     variables = {**os.environ, "PATH": path, "PYTHONPATH": libraries, "OMP_NUM_THREADS": "1"}
