@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, SupportsIndex
 
@@ -30,7 +31,7 @@ MASK_OPTIONS = (
 )
 
 
-class SampleDataset:
+class SampleDataset(ABC):
     """A set of samples of `seq_len` tokens and, by default, one more, whose shift makes the labels.
 
     `source` is what a loader's threads read: `[T + 1]` tokens a sample (`[T]` without the extra token).
@@ -56,9 +57,9 @@ class SampleDataset:
             )
 
     @property
+    @abstractmethod
     def description(self) -> dict[str, Any]:
         """Everything that determines the samples and their order, in plain types."""
-        raise NotImplementedError
 
     @property
     def fingerprint(self) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.layouts import EOD, GLOBAL_BATCH, ListLoader
 from helpers.pairs import write_pair
 from helpers.ranks import RankPool
 from helpers.runs import TINY, one_rank, read_curve, read_metrics, read_tensors, run_tiny
@@ -32,35 +33,7 @@ from megaflow_trainer.training.stop import Stop, StopVote
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
-GLOBAL_BATCH, STEPS, SEQ_LEN, EOD = 8, 5, 16, 0
-
-
-@dataclass
-class Batch:
-    """What a loader yields."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    sample_ids: np.ndarray
-    loss_mask: np.ndarray | None = None
-
-
-class ListLoader:
-    """Random samples in the order of the loader's contract; the first half of each global batch is almost all EOD."""
-
-    def __init__(self, micro_batch_size: int, mesh: Mesh) -> None:
-        samples = np.random.default_rng(3).integers(1, 64, (GLOBAL_BATCH * STEPS, SEQ_LEN + 1))
-        for first in range(0, len(samples), GLOBAL_BATCH):
-            samples[first : first + GLOBAL_BATCH // 2, 1:-1] = EOD
-        self.samples, self.size, self.mesh, self.position = samples, micro_batch_size, mesh, 0
-
-    def __next__(self) -> Batch:
-        if self.position >= len(self.samples):
-            raise StopIteration
-        first = self.position + self.mesh.dp_rank * self.size
-        self.position += self.size * self.mesh.dp_size
-        own = self.samples[first : first + self.size]
-        return Batch(own[:, :-1], own[:, 1:], np.arange(first, first + self.size))
+STEPS = 5
 
 
 def make_config(mesh_size: int, micro: int, *flags: str) -> TrainConfig:
@@ -75,7 +48,7 @@ def run_steps(mesh: Mesh, micro: int, eod_id: int | None, *flags: str) -> dict[s
     model = build_model(config, mesh)
     optimizer = Optimizer(model.gradients.parameters, config.optim)
     clock = Clock(mesh.device)
-    feed = Feed(ListLoader(micro, mesh), mesh.device, clock, vocab_size=64, eod_id=eod_id)  # type: ignore[arg-type]
+    feed = Feed(ListLoader(micro, mesh, 64), mesh.device, clock, vocab_size=64, eod_id=eod_id)  # type: ignore[arg-type]
     count = config.step.sizes.num_micro_batches
     plan = StepPlan(lr=1e-3, weight_decay=0.01, num_micro_batches=count, num_samples=GLOBAL_BATCH)
     losses, norms, grads = [], [], {}

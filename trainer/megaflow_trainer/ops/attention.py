@@ -82,8 +82,8 @@ KERNELS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EF
 
 @contextmanager
 def prefer_kernels(device: torch.device) -> Iterator[None]:
-    """Let torch's own choice on a GPU try cuDNN's kernel first: on an H200 the faster one at every shape measured
-    (docs/performance-log.md). Where it cannot serve, the next one does.
+    """Let torch's own choice on a GPU try cuDNN's kernel first: GPT-2 124M trained 5 % faster with it on an H200 than
+    with torch's flash kernel (docs/performance-log.md). Where it cannot serve, the next one does.
     """
     if device.type != "cuda":
         yield
