@@ -185,7 +185,7 @@ def format_choice(choice: Choice, cluster: Cluster, flags: Sequence[str]) -> str
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in choice.device.items())
     host = "".join(f", {name} {size / 1e9:.1f} in the CPU's memory" for name, size in choice.host.items())
     time = choice.time
-    names = ("compute", "tensor", "context", "pipeline", "data", "bubble", "optimizer")
+    names = ("compute", "tensor", "context", "expert", "pipeline", "data", "bubble", "optimizer")
     seconds = ", ".join(f"{name} {getattr(time, f'{name}_s'):.2f}" for name in names)
     stage = f" on pipeline stage {choice.stage}, the fullest" if choice.config.parallel.pp > 1 else ""
     return "\n".join(

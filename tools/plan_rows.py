@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megaflow_trainer.config.arithmetic import count_mlp_parameters, count_parameters, count_state_bytes
+from megaflow_trainer.config.arithmetic import count_expert_parameters, count_parameters
 from megaflow_trainer.config.hardware import Gpu, find_gpu
 from megaflow_trainer.config.planner import (
     Choice,
@@ -18,7 +18,7 @@ from megaflow_trainer.config.planner import (
     recommend,
 )
 from megaflow_trainer.config.presets import PRESETS
-from megaflow_trainer.config.sections import ModelConfig, OptimConfig, StepConfig
+from megaflow_trainer.config.sections import ModelConfig
 
 GLOBAL_BATCH = 1024
 
@@ -163,50 +163,32 @@ def summarise(choice: Choice, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-MIXTRAL = {"num_layers": 32, "hidden_dim": 4096, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 14336}
-NUM_EXPERTS, EP, TP = 8, 4, 2
-
-
 def judge_mixtral() -> dict[str, Any]:
-    """Mixtral 8x7B at tp 2, ep 4, dp 4: states alone, in both ways of counting GPUs.
+    """Mixtral 8x7B at tp 2, ep 4, dp 4, in both ways of counting GPUs.
 
     Where ep folds into dp, as in this trainer, the layout needs 8 GPUs; counted beside dp it needs 32, which folded are
     dp 16. Experts are cut by tp as well, so that experts of 8 x 4 ranks have 1 and 4 copies.
     """
-    one = ModelConfig(**{**PRESETS["llama2_7b"], **MIXTRAL})
-    mlp = count_mlp_parameters(one)
-    experts = MIXTRAL["num_layers"] * NUM_EXPERTS * mlp
-    rest = count_parameters(one) - MIXTRAL["num_layers"] * mlp + MIXTRAL["num_layers"] * NUM_EXPERTS * one.hidden_dim
-    split = 2 * experts / EP / 1e9
+    row = Row(name="Mixtral 8x7B", preset="mixtral_8x7b", num_gpus=8, tp=2, dp=4)
+    shape = ModelConfig(**PRESETS[row.preset])
+    whole, part = count_expert_parameters(shape), count_expert_parameters(shape, ep=4)
     entry: dict[str, Any] = {
-        "name": "Mixtral 8x7B",
-        "gpus": 8,
-        "memory_gb": 80,
-        "parameters": experts + rest,
+        "name": row.name,
+        "gpus": row.num_gpus,
+        "memory_gb": row.memory_gb,
+        "parameters": count_parameters(shape),
         "notes": [
             "tp 2 x pp 1 x dp 4 is 8 GPUs where ep 4 folds into dp, as here; a guide that multiplies ep too says 32",
-            f"experts are {experts / 1e9:.1f} B parameters, {2 * experts / 1e9:.1f} GB in bf16, {split:.1f} GB at ep 4",
+            f"experts are {whole / 1e9:.1f} B parameters, {whole / 5e8:.1f} GB in bf16, {part / 5e8:.1f} GB at ep 4",
         ],
     }
+    axes = ["--micro-batch-size", "1", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     for name, num_gpus in (("named", 8), ("best", 32)):
-        dp, copies = num_gpus // TP, num_gpus // (TP * EP)
-        held = {"experts": (experts // (EP * TP), copies), "rest": (rest // TP, dp)}
-        total = sum(_count_zero_1(one, count, divisor) for count, divisor in held.values())
-        usable = 76e9
-        fit = "states fit" if total <= usable else f"states do not fit: {(total - usable) / 1e9:.1f} GB too much"
-        entry[name] = {
-            "layout": f"tp2.ep4.dp{dp}",
-            "gpus": num_gpus,
-            "fits": total <= usable,
-            "fit": f"{fit}: {total / 1e9:.1f} of 76 GB, activations on top",
-            "total_gb": total / 1e9,
-        }
+        cluster = make_cluster(row, num_gpus)
+        choice, _ = find_remedy([*base_flags(row), *axes, "--expert-model-parallel-size", "4"], cluster)
+        assert choice is not None, "the trainer takes it"
+        entry[name] = {"layout": str(choice.layout), "gpus": num_gpus} | summarise(choice, cluster)
     return entry
-
-
-def _count_zero_1(model: ModelConfig, count: int, divisor: int) -> float:
-    states = count_state_bytes(model, StepConfig(dtype="bf16"), OptimConfig(), num_parameters=count)
-    return states["weights"] + states["gradients"] + states["optimizer"] / divisor
 
 
 def format_rows() -> str:

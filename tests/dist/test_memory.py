@@ -41,12 +41,19 @@ KINDS = {
     ),
     "further": f"{_LLAMA} --mtp-num-layers 1",
 }
+_MOE = "--num-experts 4 --moe-ffn-hidden-size 96 --moe-router-topk 2"
+EXPERTS = {
+    "moe": f"{_LLAMA} {_MOE}",
+    "moe_shared": f"{_MOE} --moe-shared-expert-intermediate-size 48 --moe-layer-freq 2 --hidden-dropout 0.1",
+    "moe_further": f"{_LLAMA} {_MOE} --moe-layer-freq ([0]*1+[1]*3) --mtp-num-layers 1",
+}
+EP2, ETP1 = "--expert-model-parallel-size 2", "--expert-tensor-parallel-size 1"
 TP2, CP2, PP2 = "--tensor-model-parallel-size 2", "--context-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP = "--sequence-parallel"
 
 
 def read(kind: str, flags: str) -> TrainConfig:
-    return read_command(f"{SHAPE} {KINDS[kind]} {flags}".split(), world_size=2)[0]
+    return read_command(f"{SHAPE} {(KINDS | EXPERTS)[kind]} {flags}".split(), world_size=2)[0]
 
 
 def own_share(config: TrainConfig, mesh: Mesh) -> Share:
@@ -93,6 +100,18 @@ def test_tensor_parallel_ranks_keep_the_counted_bytes(two_ranks: RankPool, kind:
         assert counted == pytest.approx(found, rel=0.02)
 
 
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize(
+    "layout",
+    [TP2, f"{TP2} {SP}", f"{TP2} {SP} --bf16", f"{TP2} {EP2} {ETP1}", EP2, f"{EP2} --bf16", f"{EP2} --recompute-granularity full"],
+    ids=["tp", "sp", "sp_bf16", "tp_ep", "ep", "ep_bf16", "ep_full"],
+)
+def test_ranks_that_share_experts_keep_the_counted_bytes(two_ranks: RankPool, kind: str, layout: str) -> None:
+    """Together: one rank's experts may get more tokens than the other's."""
+    found, counted = (sum(ranks) for ranks in zip(*two_ranks.run(compare_kept, kind, layout), strict=True))
+    assert counted == pytest.approx(found, rel=0.02)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "multi_query", "latent"])
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
 def test_context_parallel_ranks_keep_the_counted_bytes(two_ranks: RankPool, kind: str, comm: str) -> None:
@@ -131,6 +150,19 @@ def test_ranks_that_share_the_model_hold_the_counted_states(two_ranks: RankPool,
         assert num == held
         for name in found:
             assert counted[name] == pytest.approx(found[name], rel=0.01), name
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize(
+    "layout",
+    [TP2, PP2, EP2, f"{TP2} {EP2} {ETP1}", f"{EP2} --zero-stage 1", f"{TP2} {EP2} {ETP1} --zero-stage 1"],
+    ids=["tp", "pp", "ep", "tp_ep", "ep_zero", "tp_ep_zero"],
+)
+def test_ranks_that_share_experts_hold_the_counted_states(two_ranks: RankPool, kind: str, layout: str) -> None:
+    for found, counted, held, num in two_ranks.run(compare_states, kind, f"{layout} --bf16"):
+        assert num == held
+        for name in found:
+            assert counted[name] == pytest.approx(found[name], rel=0.02), name
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

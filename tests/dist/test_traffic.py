@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 LAYERS, HIDDEN, ITEM, VOCAB = 4, 32, 4, 128
 TP2, PP2, CP2 = (f"--{axis}-parallel-size 2" for axis in ("tensor-model", "pipeline-model", "context"))
+EP2 = "--expert-model-parallel-size 2"
 SMALL = "--ddp-bucket-size 4000"
 
 
@@ -38,7 +39,7 @@ class Watch:
         self._replace("all_reduce", lambda x, *_, **o: self._add("all_reduce", 2, x, o["group"]))
         self._replace("all_gather_into_tensor", lambda *a, **o: self._add("all_gather", 1, _first(a, o), o["group"]))
         self._replace("reduce_scatter_tensor", lambda *a, **o: self._add("reduce_scatter", 1, _second(a, o), o["group"]))
-        self._replace("all_to_all_single", lambda x, *_, **o: self._add("all_to_all", 1, x, o["group"]))
+        self._replace("all_to_all_single", self._exchange)
         self._replace("batch_isend_irecv", lambda ops: [self._send(op) for op in ops])
         return self
 
@@ -58,6 +59,14 @@ class Watch:
     def _add(self, kind: str, times: int, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         size = dist.get_world_size(group)
         self.sent[kind] = self.sent.get(kind, 0) + times * (size - 1) / size * tensor.numel() * tensor.element_size()
+
+    def _exchange(self, arrived: torch.Tensor, given: torch.Tensor, *splits: Any, **options: Any) -> None:
+        if not splits:
+            self._add("all_to_all", 1, arrived, options["group"])
+            return
+        parts = given.split(splits[1])  # rows to each rank; those to this one stay
+        away = given.nbytes - parts[dist.get_rank(options["group"])].nbytes
+        self.sent["all_to_all"] = self.sent.get("all_to_all", 0) + away
 
     def _send(self, op: dist.P2POp) -> None:
         if op.op is dist.isend:
@@ -112,6 +121,11 @@ CASES = [
     *(Case("gpt2", f"{CP2} --cp-comm-type {kind}", 2) for kind in ("p2p", "all_gather", "a2a")),
     Case("multi_query", f"{TP2} {SP} {PP2} {ZERO1} {SMALL}", 8),
     Case("qwen", f"{TP2} {CP2} {ZERO1}", 8),
+    *(Case("moe", f"{EP2} {more}", 2) for more in ("", ZERO1, "--moe-token-dispatcher-type allgather")),
+    *(Case("moe", f"{TP2} {more}", 2) for more in ("", SP)),
+    Case("moe_bias", f"{EP2} --moe-shared-expert-overlap", 2),
+    Case("moe", f"{TP2} {EP2} --expert-tensor-parallel-size 1 {CP2} {ZERO1}", 4),
+    Case("moe_padded", f"{EP2} {PP2}", 4),
 ]
 
 
@@ -169,6 +183,24 @@ def test_bytes_of_a_pipeline_are_those_of_its_formula(eight_ranks: RankPool) -> 
     for found in eight_ranks.run(measure, Case("gpt2", PP2, 2))[:2]:
         stream = 2 * SEQ_LEN * HIDDEN * ITEM
         assert sent(found, "pp") == {"send": found["count"] * stream, "all_reduce": VOCAB * HIDDEN * ITEM}
+
+
+@pytest.mark.parametrize("flags", ["", "--moe-token-dispatcher-type allgather"], ids=["alltoall", "allgather"])
+def test_bytes_of_expert_parallelism_are_those_of_its_formula(eight_ranks: RankPool, flags: str) -> None:
+    """k rows of h a token that have their expert elsewhere, four times; or all tokens, choices and weights of others."""
+    own, k, experts = 2 * SEQ_LEN, 2, 4
+    found = eight_ranks.run(measure, Case("moe_padded", f"{EP2} {flags}", 2))[:2]
+    for one in found:
+        times = LAYERS * one["count"]
+        if flags:  # two ranks: half of what is gathered comes from the other one
+            gathered = own * (HIDDEN * ITEM + k * ITEM)
+            assert sent(one, "ep") == {
+                "all_gather": times * (gathered + own * (k * 8 + k) + own * HIDDEN * ITEM),
+                "reduce_scatter": times * (own * HIDDEN * ITEM + gathered),
+            }
+        else:  # filled up to twice the even share: each expert takes own * k / experts * 2 rows of a rank
+            rows = experts // 2 * (own * k // experts * 2)
+            assert sent(one, "ep") == {"all_to_all": times * 4 * rows * HIDDEN * ITEM}
 
 
 def test_nothing_is_timed_between_log_lines_and_a_step_hands_over_what_it_counted() -> None:

@@ -39,6 +39,8 @@ class RankPart:
 
     owned: dict[str, list[tuple[int, int, tuple[int, ...], int]]]
     """By name: first row, rows, shape of the full weight and dim along which it is cut."""
+    experts: frozenset[str]
+    """Names of those that lie on other ranks than the layers around them."""
     weights: int
     gradients: int
     optimizer: int
@@ -57,7 +59,7 @@ def build_part(config: TrainConfig, layout: Layout, rank: int) -> RankPart:
             name: [(piece.start, piece.length, shard.shape, shard.dim) for piece in shard.pieces if piece.is_owned]
             for name, shard in model.parts.shards.items()
         }
-        return RankPart(owned, *count_bytes(model, config))
+        return RankPart(owned, model.parts.experts, *count_bytes(model, config))
 
 
 def count_bytes(model: ParallelModel, config: TrainConfig) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,11 @@ from megaflow_trainer.optim.schedule import StepPlan
 from megaflow_trainer.parallel.collectives import gather_objects
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
 from megaflow_trainer.parallel.seed import seed_dropout
-from megaflow_trainer.parallel.shards import Shard, gather_full
+from megaflow_trainer.parallel.shards import Shard, ShardMap, gather_full
 from megaflow_trainer.training.build import build_model, build_optimizer
 from megaflow_trainer.training.clock import Clock
 from megaflow_trainer.training.feed import Feed
-from megaflow_trainer.training.step import train_step
+from megaflow_trainer.training.step import StepReport, train_step
 
 GLOBAL_BATCH, STEPS, SEQ_LEN, EOD = 8, 10, 16, 0
 SHAPE = (
@@ -37,6 +37,11 @@ _LATENT = (
     "--v-head-dim 6 --hidden-dropout 0"
 )
 _APART = "--reset-position-ids --reset-attention-mask"
+_MOE = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2 --moe-z-loss-coeff 0.001"
+_SIGMOID = (
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
+    "--moe-shared-expert-intermediate-size 16 --moe-router-num-groups 2 --moe-router-group-topk 2"
+)
 KINDS = {
     "gpt2": "--hidden-dropout 0.2",
     "gpt2_plain": "--hidden-dropout 0",
@@ -51,6 +56,10 @@ KINDS = {
     "documents_llama": f"{_APART} {_LLAMA} --num-query-groups 2",
     "further": "--mtp-num-layers 2 --hidden-dropout 0.1",
     "further_llama": f"{_LLAMA} --mtp-num-layers 1",
+    "moe": f"{_LLAMA} {_MOE} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.02",
+    "moe_documents": f"{_APART} {_LLAMA} {_MOE} --moe-router-load-balancing-type seq_aux_loss",
+    "moe_padded": f"{_LLAMA} {_MOE} --moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity",
+    "moe_bias": f"{_MOE} --hidden-dropout 0.1 --moe-layer-freq 2 --moe-input-jitter-eps 0.05 {_SIGMOID}",
 }
 
 
@@ -149,7 +158,7 @@ def run_case(pool_mesh: Mesh, case: Case) -> dict[str, Any] | None:
         document_end=EOD if config.model.tells_documents else None,
     )
     count = config.step.sizes.num_micro_batches
-    losses, norms = [], []
+    losses, norms, has_load = [], [], config.model.num_experts is not None
     for step in range(case.steps):
         plan = StepPlan(
             lr=1e-3,
@@ -158,19 +167,41 @@ def run_case(pool_mesh: Mesh, case: Case) -> dict[str, Any] | None:
             num_samples=GLOBAL_BATCH,
             first_sample=step * GLOBAL_BATCH,
         )
-        report = train_step(model, optimizer, feed, mesh, clock, config, plan=plan)
+        report = train_step(model, optimizer, feed, mesh, clock, config, plan=plan, has_norm=has_load)
         losses.append(report.loss.item())
         norms.append(report.grad_norm.item())
     model.gradients.receive_weights()
     own = {name: read_whole(weight.detach()) for name, weight in model.module.named_parameters()}
     pieces = dict(digest_pieces(own, model.parts.shards))
-    full = gather_full(own, model.parts.shards, mesh.model_group)
+    full = gather_all(own, model.parts, mesh)
     return {
         "losses": losses,
         "pieces": pieces,
         "norms": norms,
+        "load": describe_load(report),
+        "dtypes": {name: str(weight.dtype) for name, weight in own.items()},
         "weights": {name: weight.float().cpu().numpy() for name, weight in full.items()},
     }
+
+
+def describe_load(report: StepReport) -> dict[str, Any]:
+    """What a step says of its experts; nothing of a dense model."""
+    if report.load is None:
+        return {}
+    values = {name: value.item() for name, value in report.load.list_values().items()}
+    return {"counts": report.load.counts.tolist(), "values": values}
+
+
+def gather_all(own: dict[str, torch.Tensor], parts: ShardMap, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Full weights on every rank; of ranks that hold the same the first one counts."""
+    if not parts.experts:
+        return gather_full(own, parts.shards, mesh.model_group)
+    shards = {}
+    for name, shard in parts.shards.items():
+        is_first = mesh.edp_rank == 0 if name in parts.experts else mesh.is_replica_first
+        pieces = tuple(replace(piece, is_owned=piece.is_owned and is_first) for piece in shard.pieces)
+        shards[name] = replace(shard, pieces=pieces)
+    return gather_full(own, shards, mesh.world_group)
 
 
 def digest_pieces(

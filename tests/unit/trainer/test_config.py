@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megaflow.errors import ConfigError, FileAccessError, MissingFileError
-from megaflow_trainer.config import TrainConfig, fields, format_help, read_command
+from megaflow_trainer.config import TrainConfig, command, fields, format_help, read_command
 from megaflow_trainer.config.batch import solve_batch
 from megaflow_trainer.config.command import list_flag_names, parse_flags
-from megaflow_trainer.config.flags import FLAGS, LEGACY, NOT_BUILT, Flag
+from megaflow_trainer.config.flags import FLAGS, LEGACY, NOT_BUILT, Flag, NotBuilt
 from megaflow_trainer.config.help import DERIVED
 from megaflow_trainer.config.sections import BatchSizes, StepConfig
 
@@ -86,18 +86,14 @@ def test_what_is_not_built_is_refused_in_one_sentence(feature: Any) -> None:
             assert read(name, value) == read()
 
 
-def test_flags_of_one_missing_feature_are_refused_together() -> None:
-    assert fault("--num-experts", "8", "--moe-router-topk", "2").startswith(
-        "--num-experts 8, --moe-router-topk 2: this"
+def test_flags_of_one_missing_feature_are_refused_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = NotBuilt(
+        "a loss scale a layer", "drop them", switches=("--scale-layers",), valued=(("--layer-scale", ()),)
     )
-
-
-@pytest.mark.parametrize("axis", ["expert-model"])
-def test_an_axis_that_is_not_there_is_refused_and_size_one_accepted(axis: str) -> None:
-    assert f"this version does not have {axis.split('-')[0]} parallelism" in fault(
-        f"--{axis}-parallel-size", "2", world_size=2
+    monkeypatch.setattr(command, "NOT_BUILT", (missing,))
+    assert fault("--scale-layers", "--layer-scale", "2") == (
+        "--scale-layers, --layer-scale 2: this version does not have a loss scale a layer; drop them"
     )
-    assert read(f"--{axis}-parallel-size", "1") == read()
 
 
 def test_an_unknown_flag_names_the_nearest_known_one() -> None:

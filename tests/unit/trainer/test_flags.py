@@ -34,6 +34,9 @@ STEPS = 8
 YARN = "--position-embedding-type rope --rotary-scaling yarn --rotary-scaling-factor 4"
 BASE = (*TINY, "--train-iters", str(STEPS), "--data-path", "none")
 ROPE = "--position-embedding-type rope"
+EXPERTS = "--num-experts 4"
+MANY = "--num-experts 8 --moe-router-group-topk 1 --moe-router-num-groups"
+CAPACITY = f"{EXPERTS} --moe-expert-capacity-factor 0.5"
 LATENT = f"{ROPE} --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8"
 
 
@@ -151,6 +154,24 @@ MODEL = {
     "--bf16": "--bf16",
     "--fp16": "--fp16",
     "--fp64": "--fp64",
+    "--num-experts": EXPERTS,
+    "--moe-layer-freq": (EXPERTS, f"{EXPERTS} --moe-layer-freq 2"),
+    "--moe-ffn-hidden-size": (EXPERTS, f"{EXPERTS} --moe-ffn-hidden-size 24"),
+    "--moe-shared-expert-intermediate-size": (EXPERTS, f"{EXPERTS} --moe-shared-expert-intermediate-size 24"),
+    "--moe-router-topk": (EXPERTS, f"{EXPERTS} --moe-router-topk 3"),
+    "--moe-router-score-function": (EXPERTS, f"{EXPERTS} --moe-router-score-function sigmoid"),
+    "--moe-router-pre-softmax": (EXPERTS, f"{EXPERTS} --moe-router-pre-softmax"),
+    "--moe-router-num-groups": (f"{MANY} 2", f"{MANY} 4"),
+    "--moe-router-group-topk": (f"{MANY} 4", f"{MANY} 4 --moe-router-group-topk 2"),
+    "--moe-router-topk-scaling-factor": (EXPERTS, f"{EXPERTS} --moe-router-topk-scaling-factor 2"),
+    "--moe-input-jitter-eps": (EXPERTS, f"{EXPERTS} --moe-input-jitter-eps 0.5"),
+    "--moe-router-load-balancing-type": tuple(
+        f"{EXPERTS} --moe-aux-loss-coeff 1 --moe-router-load-balancing-type {x}" for x in ("aux_loss", "seq_aux_loss")
+    ),
+    "--moe-aux-loss-coeff": (EXPERTS, f"{EXPERTS} --moe-aux-loss-coeff 1"),
+    "--moe-z-loss-coeff": (EXPERTS, f"{EXPERTS} --moe-z-loss-coeff 1"),
+    "--moe-expert-capacity-factor": (EXPERTS, CAPACITY),
+    "--moe-token-drop-policy": (CAPACITY, f"{CAPACITY} --moe-token-drop-policy position"),
 }
 BLOCK = "--recompute-granularity full --recompute-method block"
 SAVED = {
@@ -226,13 +247,14 @@ REFUSED = {
     "--fp8-format": ("hybrid", r"fp8 \(--fp8-hybrid\) needs a GPU"),
     "--fp8-hybrid": ("", r"fp8 \(--fp8-hybrid\) needs a GPU"),
     "--fp8-e4m3": ("", r"fp8 \(--fp8-e4m3\) needs a GPU"),
-    "--expert-model-parallel-size": ("2", "expert parallelism"),
 }
 PP2 = "--num-layers 4 --pipeline-model-parallel-size 2"
 LAYOUT: dict[str, str | tuple[str, str]] = {
     "--tensor-model-parallel-size": "--tensor-model-parallel-size 2",
     "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 2",
     "--context-parallel-size": "--context-parallel-size 2",
+    "--expert-model-parallel-size": (EXPERTS, f"{EXPERTS} --expert-model-parallel-size 2"),
+    "--expert-tensor-parallel-size": (EXPERTS, f"{EXPERTS} --expert-tensor-parallel-size 2"),
     "--pipeline-schedule": (PP2, f"{PP2} --pipeline-schedule zbv"),
     "--num-virtual-stages-per-pipeline-rank": (
         f"{PP2} --pipeline-schedule zero_bubble",
@@ -268,6 +290,11 @@ OWN_TEST = {
     "--distributed-backend": "test_the_backend_is_the_one_asked_for_where_a_gpu_is_at_hand",
 }
 """Flags that one of the tests below observes by itself."""
+EXPERT_FLAGS = (
+    *("--moe-token-dispatcher-type", "--moe-shared-expert-overlap", "--moe-expert-kernel", "--moe-grouped-gemm"),
+    *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "--moe-pad-expert-input-to-capacity"),
+)
+"""Flags that test_expert_flags.py observes."""
 DATA_FLAGS = (
     *("--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path", "--per-split-data-args-path"),
     *("--mock-data", "--sample-order", "--sample-shuffle", "--sample-packing", "--blend-weights", "--blend-schedule"),
@@ -309,7 +336,8 @@ WATCH: dict[str, str | tuple[str, str]] = {
 
 
 def test_every_flag_is_in_one_of_the_tables() -> None:
-    tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, LAYOUT, SEEN, OWN_TEST, DATA_FLAGS, WATCH]
+    tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, LAYOUT, SEEN, OWN_TEST]
+    tables += [DATA_FLAGS, EXPERT_FLAGS, WATCH]
     assert sorted(name for table in tables for name in table) == sorted(flag.name for flag in FLAGS)
 
 
@@ -376,7 +404,7 @@ def see_layout(flags: str) -> Any:
     words = [*TINY, "--train-iters", "1", "--data-path", "x", *flags.split()]
     config = read_command(words, world_size=4)[0]
     parallel = config.parallel
-    one = dataclasses.replace(parallel, tp=1, pp=1, cp=1, dp_replicate=1)
+    one = dataclasses.replace(parallel, tp=1, pp=1, cp=1, ep=1, etp=None, dp_replicate=1)
     gradients = build_model(dataclasses.replace(configure(""), parallel=one), one_rank()).gradients
     assert isinstance(gradients, MainGradients)
     stages = split_layers(config.model, parallel), own_chunks(parallel, 0)
@@ -401,15 +429,11 @@ def test_a_flag_that_is_refused_here_and_what_is_not_is_accepted(name: str) -> N
     if value == "model":
         with pytest.raises(MegaflowError, match=words):
             build_model(configure(name), one_rank())
-    elif "fp8" in name:
+    else:
         config = configure(f"{name} {value}")
         assert config.step.fp8 == (value or name.removeprefix("--fp8-"))
         with pytest.raises(MegaflowError, match=words):
             refuse_device(config, torch.device("cpu"))
-    else:
-        with pytest.raises(MegaflowError, match=f"{value}: this version does not have {words}; leave it at 1"):
-            configure(f"{name} {value}")
-        assert configure(f"{name} 1") == configure("")
 
 
 def observe(prefix: str, folder: Path, flags: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

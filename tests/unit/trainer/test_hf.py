@@ -23,6 +23,24 @@ SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 SMALL |= {"num_attention_heads": 4, "max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+DEEPSEEK = {
+    **SMALL,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}),
     "llama_mha": ("Llama", {**SMALL, "num_key_value_heads": 4, "tie_word_embeddings": True}),
@@ -34,6 +52,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**SMALL, "num_key_value_heads": 2, "sliding_window": 5, "head_dim": 16}),
     "qwen2": ("Qwen2", {**SMALL, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3", {**SMALL, "num_key_value_heads": 2, "head_dim": 8}),
+    "mixtral": ("Mixtral", {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek_v3_yarn": ("DeepseekV3", {**DEEPSEEK, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}}),
+    "deepseek_v3_direct": ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1}),
 }
 
 
@@ -76,6 +98,9 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         for weight in theirs.parameters():
             weight.add_(0.02 * torch.randn(weight.shape))
+        for bias_name, bias in theirs.named_buffers():
+            if bias_name.endswith("e_score_correction_bias"):
+                bias.add_(0.05 * torch.randn(bias.shape))
     theirs.save_pretrained(tmp_path / "theirs")
     config, weights = read_hf(tmp_path / "theirs")
     tokens = torch.randint(61, (2, 40))
@@ -100,6 +125,24 @@ SHAPES = {
     "mistral": {**ROPE, "num_kv_heads": 1, "window": 8},
     "qwen2": {**ROPE, "qkv_bias": True, "num_kv_heads": 2},
     "qwen3": {**ROPE, "qk_norm": True, "head_dim": 16},
+    "mixtral": {**ROPE, "num_experts": 4, "num_kv_heads": 2, "tied_embeddings": False},
+    "deepseek_v3": {
+        **ROPE,
+        "is_latent": True,
+        "kv_latent_dim": 16,
+        "qk_dim": 8,
+        "qk_rotary_dim": 4,
+        "v_dim": 6,
+        "num_experts": 4,
+        "expert_dim": 8,
+        "shared_dim": 16,
+        "expert_layers": "[0,1]",
+        "router_score": "sigmoid",
+        "has_expert_bias": True,
+        "num_mtp_layers": 1,
+        "tied_embeddings": False,
+        "hidden_dropout": 0.0,
+    },
 }
 
 

@@ -132,8 +132,10 @@ def test_every_rank_makes_equally_many_groups(layout: Layout, monkeypatch: pytes
 
 
 def test_what_is_left_of_the_ranks_is_data_parallel() -> None:
-    assert make_layout(ParallelConfig(tp=2), world_size=8) == Layout(tp=2, dp_replicate=4)
-    assert make_layout(ParallelConfig(tp=2, zero=1), world_size=8) == Layout(tp=2, dp_shard=4)
+    assert make_layout(ParallelConfig(tp=2), world_size=8) == Layout(tp=2, dp_replicate=4, etp=2)
+    assert make_layout(ParallelConfig(tp=2, zero=1), world_size=8) == Layout(tp=2, dp_shard=4, etp=2)
+    folded = make_layout(ParallelConfig(tp=2, ep=4, etp=1), world_size=8)
+    assert (folded.edp, str(folded)) == (2, "tp2.ep4.etp1.dp4")
     hybrid = ParallelConfig(zero=3, dp_replicate=2)
     assert make_layout(hybrid, world_size=8) == Layout(dp_shard=4, dp_replicate=2)
     assert make_layout(ParallelConfig(tp=8), world_size=8, num_kv_heads=2).kv_copies == 4

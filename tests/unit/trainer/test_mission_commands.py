@@ -54,8 +54,6 @@ def test_the_lines_run_on_data_parallel_ranks() -> None:
     "flags, feature",
     [
         ("--transformer-impl transformer_engine", "Transformer Engine layers"),
-        ("--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01", "mixture of experts"),
-        ("--expert-model-parallel-size 4", "expert parallelism"),
     ],
 )
 def test_what_this_version_does_not_have_is_one_sentence(flags: str, feature: str) -> None:
@@ -71,6 +69,14 @@ def test_tensor_parallel_lines_are_laid_out_or_say_how_many_ranks_they_take() ->
     assert (config.step.num_micro_batches, config.parallel.tp, config.parallel.zero) == (4, 2, 1)
     with pytest.raises(ConfigError, match="ranks"):
         read_command([*FIRST.split(), *flags.split()], world_size=3)
+
+
+def test_the_line_with_experts_is_read() -> None:
+    flags = "--num-experts 8 --expert-model-parallel-size 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01"
+    words = [word for word in SECOND.split() if word not in ("--save", "--load", "D")]
+    config, _ = read_command([*words, *flags.split()], world_size=8)
+    assert (config.model.num_experts, config.model.router_top_k, config.model.aux_loss_scale) == (8, 2, 0.01)
+    assert config.parallel.ep == 4
 
 
 def test_accumulation_in_both_spellings_and_a_cyclic_sampler() -> None:

@@ -13,8 +13,8 @@ from torch import nn
 
 from helpers.fake_ranks import RankPart, build_part, find_layout
 from megaflow_trainer.config import TrainConfig, read_command
-from megaflow_trainer.config.arithmetic import count_parameters
-from megaflow_trainer.config.layout import Layout
+from megaflow_trainer.config.arithmetic import count_expert_parameters, count_parameters
+from megaflow_trainer.config.layout import EXPERT_AXES, Layout
 from megaflow_trainer.config.memory import estimate_memory
 from megaflow_trainer.model.gpt import build_gpt
 from megaflow_trainer.model.sockets import Sockets
@@ -31,7 +31,11 @@ WORLDS = {
     "llama_70b_64gpu": 64,
     "llama3_405b": 256,
     "nemotron4_340b": 1536,
+    "mixtral_8x7b": 32,
+    "deepseek_v3": 2048,
 }
+MANY = {"deepseek_v3"}
+"""Recipes whose experts lie on so many ranks that those of one stage are enough."""
 LAYOUTS = {
     "gpt_mini_4gpu": "tp2.dp2",
     "gpt_1.3b_tp8": "tp8",
@@ -39,6 +43,8 @@ LAYOUTS = {
     "llama_70b_64gpu": "tp4.pp4.dp4",
     "llama3_405b": "tp8.cp2.pp8.dp2",
     "nemotron4_340b": "tp8.pp12.dp16",
+    "mixtral_8x7b": "tp2.ep4.dp16",
+    "deepseek_v3": "ep64.pp16.dp128",
 }
 
 
@@ -53,12 +59,29 @@ def read_recipe(name: str) -> TrainConfig:
 
 @cache
 def build_kinds(name: str) -> tuple[Layout, list[RankPart]]:
-    """The parts of all ranks that hold one model together; those of other replicas are the same."""
+    """The parts of all ranks that hold one model together; those of other replicas are the same.
+
+    A rank answers for its experts if it is the first of those that have the same, and so for everything else.
+    """
     config = read_recipe(name)
     layout = find_layout(config, WORLDS[name])
-    kinds = [rank for rank in range(layout.size) if layout.peers(rank, ("dp_replicate", "dp_shard", "cp"))[0] == rank]
-    assert len(kinds) == layout.tp * layout.pp
-    return layout, [build_part(config, layout, rank) for rank in kinds]
+    ranks = range(layout.size)
+    first = {rank for rank in ranks if layout.peers(rank, ("dp_replicate", "dp_shard", "cp"))[0] == rank}
+    has_experts = {rank for rank in ranks if layout.peers(rank, ("edp",), EXPERT_AXES)[0] == rank}
+    assert len(first) == layout.tp * layout.pp
+    assert len(has_experts) == layout.ep * layout.etp * layout.pp
+    if name in MANY:
+        has_experts = set()
+    return layout, [
+        keep_owned(build_part(config, layout, rank), is_first=rank in first, has_experts=rank in has_experts)
+        for rank in sorted(first | has_experts)
+    ]
+
+
+def keep_owned(part: RankPart, *, is_first: bool, has_experts: bool) -> RankPart:
+    """A part with the weights that its rank answers for."""
+    owned = {name: own for name, own in part.owned.items() if (has_experts if name in part.experts else is_first)}
+    return dataclasses.replace(part, owned=owned)
 
 
 def find_lost(config: TrainConfig, parts: list[RankPart]) -> list[str]:
@@ -110,15 +133,29 @@ def test_a_recipe_is_complete_but_for_the_data(name: str) -> None:
 def test_the_ranks_of_a_recipe_hold_the_whole_model_once(name: str) -> None:
     config = read_recipe(name)
     layout, parts = build_kinds(name)
-    assert find_lost(config, parts) == []
+    elsewhere = {weight for part in parts for weight in part.experts} if name in MANY else set()
+    assert set(find_lost(config, parts)) == elsewhere
     elements = sum(
         length * torch.Size(shape).numel() // shape[dim]
         for part in parts
         for pieces in part.owned.values()
         for _, length, shape, dim in pieces
     )
-    assert elements == count_parameters(config.model)
-    assert build_part(config, layout, layout.size - 1).owned == parts[-1].owned  # the last replica of the last kind
+    assert elements == count_parameters(config.model) - bool(elsewhere) * count_expert_parameters(config.model)
+    last = build_part(config, layout, layout.size - 1)  # the last replica of the last kind
+    assert all(last.owned[weight] == own for weight, own in parts[-1].owned.items())
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_stage_hold_its_experts_once() -> None:
+    config = read_recipe("deepseek_v3")
+    layout = find_layout(config, WORLDS["deepseek_v3"])
+    ranks = layout.peers(layout.size - 1, ("ep", "etp"), EXPERT_AXES)
+    parts = [keep_owned(build_part(config, layout, rank), is_first=False, has_experts=True) for rank in ranks]
+    assert len(parts) == 64
+    assert len(parts[0].experts) == 3 * 4  # matrices of three layers and of the further prediction
+    assert parts[0].experts.isdisjoint(find_lost(config, parts))
+    assert parts[0].experts <= set(find_lost(config, parts[1:]))
 
 
 @pytest.mark.parametrize("name", ["gpt_mini_4gpu", "llama_70b_64gpu"])

@@ -1,4 +1,4 @@
-"""Hugging Face folders (`config.json` and safetensors): GPT-2, Llama, Mistral, Qwen2 and Qwen3, read and written.
+"""Hugging Face folders (`config.json` and safetensors) of GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral and DeepSeek-V3.
 
 A weight of ours is one tensor of theirs, several one above the other (queries, keys, values), or a transposed one
 (GPT-2 stores input x output). Rotary pairs are halves of a head on both sides, so no rows are permuted.
@@ -6,9 +6,9 @@ A weight of ours is one tensor of theirs, several one above the other (queries, 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megaflow.errors import CheckpointError
+from megaflow_trainer.checkpoint import hf_experts
+from megaflow_trainer.checkpoint.hf_experts import Source
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.gpt import build_gpt
 from megaflow_trainer.model.sockets import Sockets
+from megaflow_trainer.parallel.load import list_biases
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a weight of ours is in a Hugging Face file."""
-
-    names: tuple[str, ...]
-    is_transposed: bool = False
 
 
 def is_hf_folder(folder: Path) -> bool:
@@ -47,6 +42,9 @@ def read_hf(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     stored = _read_tensors(folder)
     if family == "gpt2":  # the first published file has no prefix
         stored = {name if name.startswith("transformer.") else f"transformer.{name}": t for name, t in stored.items()}
+    last = f"model.layers.{config.num_layers}."
+    if config.num_mtp_layers and not any(name.startswith(last) for name in stored):
+        config = dataclasses.replace(config, num_mtp_layers=0)  # transformers leaves further prediction out
     shapes = _list_shapes(config)
     weights = {}
     for name, source in list_sources(config, family).items():
@@ -55,6 +53,8 @@ def read_hf(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             raise CheckpointError(f"{folder}: tensor {missing[0]}, which makes {name}, is not in the files")
         parts = [stored[part].T if source.is_transposed else stored[part] for part in source.names]
         weights[name] = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        if source.is_swapped:
+            weights[name] = _swap(weights[name])
         if tuple(weights[name].shape) != shapes[name]:
             raise CheckpointError(
                 f"{folder}: {' + '.join(source.names)} has shape {tuple(weights[name].shape)}, {_CONFIG} asks for "
@@ -67,7 +67,7 @@ def write_hf(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -
     """Write a folder that `transformers` loads; rows that only pad the vocabulary are left out.
 
     Raises:
-        CheckpointError: if the shape is none of the five families'.
+        CheckpointError: if the shape is none of the families'.
     """
     family = find_family(config)
     tensors: dict[str, Tensor] = {}
@@ -75,11 +75,15 @@ def write_hf(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -
         weight = weights[name].detach().cpu()
         if name in ("embedding.weight", "head.weight"):
             weight = weight[: config.vocab_size]
+        weight = _swap(weight) if source.is_swapped else weight
         for part, piece in zip(source.names, weight.split(_list_rows(config, source, weight)), strict=True):
             tensors[part] = (piece.T if source.is_transposed else piece).contiguous()
+    for copy, name in hf_experts.list_copies(config, family).items():
+        tensors[copy] = weights[name].detach().cpu()[: config.vocab_size].clone()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
-    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    widths = [tensor.dtype for name, tensor in tensors.items() if "embed" in name or "wte" in name]
+    dtype = str(widths[0]).removeprefix("torch.")  # routers may be wider than the model
     text = json.dumps({**_describe(config, family), "torch_dtype": dtype}, indent=2, sort_keys=True)
     (folder / _CONFIG).write_text(text + "\n", encoding="utf-8")
 
@@ -103,7 +107,14 @@ def find_family(config: ModelConfig) -> str:
         and config.rotary_fraction == 1
         and config.rotary_scaling != "ntk"
     )
-    plain = not (config.is_latent or config.num_mtp_layers or config.mup_base_dim)
+    experts = hf_experts.find_family(config) if config.mup_base_dim is None else None
+    if (
+        experts is not None
+        and config.position_kind == "rope"
+        and (config.norm, config.activation) == ("RMSNorm", "swiglu")
+    ):
+        return experts
+    plain = not (config.is_latent or config.num_mtp_layers or config.mup_base_dim or config.num_experts)
     if plain and is_gpt2 and not config.qk_norm and config.window is None and config.head_dim is None:
         return "gpt2"
     if plain and is_llama:
@@ -117,13 +128,18 @@ def find_family(config: ModelConfig) -> str:
         }
         if kind in families:
             return families[kind]
-    raise CheckpointError("this model has no Hugging Face form: it is neither GPT-2, Llama, Mistral nor Qwen in shape")
+    raise CheckpointError(
+        "this model has no Hugging Face form: it is neither GPT-2, Llama, Mistral, Qwen, Mixtral nor DeepSeek-V3"
+    )
 
 
 def list_sources(config: ModelConfig, family: str) -> dict[str, Source]:
     """Where each weight of ours is in the files of a family."""
     found = {}
     for name in _list_shapes(config):
+        if family in hf_experts.FAMILIES:
+            found[name] = hf_experts.find_source(config, family, name)
+            continue
         outer, _, rest = name.removeprefix("blocks.").partition(".") if name.startswith("blocks.") else ("", "", name)
         found[name] = _find_gpt2(outer, rest) if family == "gpt2" else _find_llama(outer, rest)
     return found
@@ -175,13 +191,21 @@ def _list_rows(config: ModelConfig, source: Source, weight: Tensor) -> list[int]
     """Rows of each part of a weight."""
     if len(source.names) == 1:
         return [len(weight)]
+    if source.is_even:
+        return [len(weight) // len(source.names)] * len(source.names)
     d = config.head_width
     return [config.num_heads * d, config.kv_heads * d, config.kv_heads * d]
 
 
 def _list_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     model = build_gpt(config, Sockets(), device=torch.device("meta"), dtype=torch.float32)
-    return {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    tensors = [*model.named_parameters(), *list_biases(model).items()]
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
+
+
+def _swap(weight: Tensor) -> Tensor:
+    """The two halves of the columns exchanged."""
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -206,10 +230,12 @@ def read_hf_config(folder: Path) -> tuple[ModelConfig, str]:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
         family = given["model_type"]
-        if family not in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
+        if family not in ("gpt2", "llama", "mistral", "qwen2", "qwen3", *hf_experts.FAMILIES):
             raise CheckpointError(
-                f"{path}: model_type {family!r} is not read; gpt2, llama, mistral, qwen2 and qwen3 are"
+                f"{path}: model_type {family!r} is not read; gpt2, llama, mistral, qwen2, qwen3, mixtral and "
+                "deepseek_v3 are"
             )
+        _expect(given, path, "quantization_config", (None,), None)
         shape = _read_gpt2(given, path) if family == "gpt2" else _read_llama(given, family, path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error!r}") from None
@@ -235,6 +261,12 @@ def _read_gpt2(given: dict[str, Any], path: Path) -> dict[str, Any]:
 def _read_llama(given: dict[str, Any], family: str, path: Path) -> dict[str, Any]:
     _expect(given, path, "hidden_act", ("silu",), "silu")
     _expect(given, path, "use_sliding_window", (False,), False)
+    if family == "deepseek_v3":
+        _expect(given, path, "scoring_func", ("sigmoid",), "sigmoid")
+        _expect(given, path, "topk_method", ("noaux_tc",), "noaux_tc")
+        _expect(given, path, "norm_topk_prob", (True,), True)
+        _expect(given, path, "moe_layer_freq", (1,), 1)
+        _expect(given, path, "attention_bias", (False,), False)
     has_bias = bool(given.get("attention_bias", False))
     if family == "llama":
         _expect(given, path, "mlp_bias", (has_bias,), False)
@@ -257,11 +289,12 @@ def _read_llama(given: dict[str, Any], family: str, path: Path) -> dict[str, Any
         "tied_embeddings": given.get("tie_word_embeddings", False),
         "hidden_dropout": 0.0,
         "attention_dropout": given.get("attention_dropout", 0.0),
-        **_read_rope(given, path),
+        **_read_rope(given, path, has_mscale=family == "deepseek_v3"),
+        **(hf_experts.read_shape(given, family) if family in hf_experts.FAMILIES else {}),
     }
 
 
-def _read_rope(given: dict[str, Any], path: Path) -> dict[str, Any]:
+def _read_rope(given: dict[str, Any], path: Path, *, has_mscale: bool) -> dict[str, Any]:
     """Base and scaling, from `rope_parameters` or from the older `rope_theta` and `rope_scaling`."""
     rope = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -270,7 +303,8 @@ def _read_rope(given: dict[str, Any], path: Path) -> dict[str, Any]:
         return shape
     standard = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32, "beta_slow": 1}
     others = [name for name, value in standard.items() if rope.get(name, value) not in (value, None)]
-    others += [name for name in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(name) is not None]
+    unknown = ("attention_factor",) if has_mscale else ("attention_factor", "mscale", "mscale_all_dim")
+    others += [name for name in unknown if rope.get(name) is not None]
     if kind not in ("linear", "llama3", "yarn") or others:
         raise CheckpointError(f"{path}: rope scaling {kind} {' '.join(others)} is not one that this trainer has")
     original = rope.get("original_max_position_embeddings")
@@ -285,7 +319,7 @@ def _expect(given: dict[str, Any], path: Path, name: str, known: tuple[Any, ...]
 def _describe(config: ModelConfig, family: str) -> dict[str, Any]:
     """The content of `config.json`."""
     names = {"gpt2": "GPT2LMHead", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-    names |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    names |= {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", **hf_experts.ARCHITECTURES}
     common = {
         "model_type": family,
         "architectures": [names[family] + ("Model" if family == "gpt2" else "")],
@@ -328,7 +362,7 @@ def _describe(config: ModelConfig, family: str) -> dict[str, Any]:
         own["mlp_bias"] = config.linear_bias
     if family == "mistral":
         own["sliding_window"] = config.window
-    return own
+    return own | (hf_experts.describe(config, family) if family in hf_experts.FAMILIES else {})
 
 
 def _describe_scaling(config: ModelConfig) -> dict[str, Any] | None:
@@ -340,4 +374,6 @@ def _describe_scaling(config: ModelConfig) -> dict[str, Any] | None:
     if config.rotary_scaling != "linear":
         positions = config.rotary_original_positions or int((config.max_positions or 0) / config.rotary_factor)
         scaling["original_max_position_embeddings"] = positions
+    if config.rotary_mscale_all_dim:
+        scaling |= {"mscale": config.rotary_mscale, "mscale_all_dim": config.rotary_mscale_all_dim}
     return scaling

@@ -7,17 +7,18 @@ nothing of its result is needed.
 Under tensor parallelism a rank's layer is a narrower layer (`shares.narrow`); what enters a pair of matrices has all
 tokens there, and under sequence parallelism what lies between the pairs has 1/tp of them (`between`).
 
-Legend: h hidden, f ffn, n query heads, g key/value heads, d head dim, s sequence; bytes and FLOPs are per token.
+Legend: h hidden, f ffn, n query heads, g key/value heads, d head dim, s sequence, e experts, k choices of a token;
+bytes and FLOPs are per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from megaflow_trainer.config.arithmetic import count_seen
 from megaflow_trainer.config.sections import ModelConfig, RecomputeConfig
-from megaflow_trainer.config.shares import Share, count_vocabulary_rows, hold_all, narrow
+from megaflow_trainer.config.shares import Share, count_vocabulary_rows, hold_all, list_kinds, narrow
 
 _ELEMENTWISE = 8
 """FLOPs an element of a norm or an activation function, roughly."""
@@ -180,6 +181,35 @@ def describe_mlp(model: ModelConfig, *, item_bytes: int, kernels: Kernels, betwe
     )
 
 
+def describe_experts(model: ModelConfig, *, item_bytes: int, kernels: Kernels, share: Share | None = None) -> Half:
+    """The half of a block that has experts, with nothing dropped and all ranks getting equally many rows: what a token
+    keeps in the router (its input in fp32, scores, choices and places), its rows before and behind the experts, and
+    inside of them.
+
+    `model` is the whole one: tensor-parallel ranks route 1/tp of the tokens each, a row goes to all etp ranks of its
+    expert, and the shared expert is narrowed as an MLP is.
+    """
+    a, h, e, k, f = item_bytes, model.hidden_dim, model.num_experts or 0, model.router_top_k, model.expert_width
+    tp, etp, between = (1, 1, 1.0) if share is None else (share.tp, share.etp, share.between)
+    wide, shared = max(a, 4), model.shared_dim or 0
+    num_up = 2 if model.activation == "swiglu" else 1
+    num_kept = {"swiglu": 4, "gelu": 2, "squared_relu": 2}[model.activation]
+    rows, inner = k * etp / tp, (k * f + shared) / tp
+    routed = (wide * e + k * (2 * wide + 3 * 8)) / tp + a * rows * h
+    read = wide * h / tp  # what the router reads: the norm's result, or a wider copy of it
+    if shared and (tp > 1 or a < wide):
+        read += a * h
+    return Half(
+        parts=("mlp_activation", "mlp", "mlp_norm"),
+        before=routed,
+        core_input=routed + a * num_up * inner + a * rows * h,  # the core gives rows, which their sums need
+        core=a * num_kept * inner + a * rows * h,
+        before_flops=2.0 * h * (e / tp + num_up * inner),
+        core_flops=_ELEMENTWISE * inner,
+        **_describe_frame(model, a, kernels, between, entered=read / (a * h)),
+    )
+
+
 def _describe_frame(
     model: ModelConfig, a: int, kernels: Kernels, between: float, *, entered: float
 ) -> dict[str, float]:
@@ -269,10 +299,11 @@ def count_activation_bytes(
         share=own,
         micro_batch_size=micro_batch_size,
     )
-    mlp = describe_mlp(local, item_bytes=item_bytes, kernels=kernels, between=own.between)
     num_further = model.num_mtp_layers if own.is_last else 0
-    lengths = own.chunks or (len(own.layers),)
-    blocks, again = _count_blocks(recompute, _pick(parts, own), lengths, num_further, attention, mlp)
+    mlp = describe_mlp(local, item_bytes=item_bytes, kernels=kernels, between=own.between)
+    experts = describe_experts(model, item_bytes=item_bytes, kernels=kernels, share=own)
+    mlps = [experts if has_experts else mlp for has_experts in list_kinds(model, own)]
+    blocks, again = _count_blocks(recompute, _pick(parts, own), own.chunks or (len(own.layers),), attention, mlps)
     stream = blocks + (_keep_mask(model) * own.between if own.is_first else 0)
     loss = moment = 0.0
     if own.is_last:
@@ -315,25 +346,31 @@ def _count_blocks(
     recompute: RecomputeConfig,
     parts: Sequence[Collection[str]],
     lengths: Sequence[int],
-    num_further: int,
     attention: Half,
-    mlp: Half,
+    mlps: Sequence[Half],
 ) -> tuple[float, float]:
     """Bytes a token that the blocks keep, those of multi-token prediction last, and those of the largest part that is
     computed again.
     """
-    whole, num_layers = attention.count_kept(()) + mlp.count_kept(()), len(parts)
-    count = num_layers + num_further
+    wholes = [attention.count_kept(()) + mlp.count_kept(()) for mlp in mlps]
     if recompute.granularity == "full" and recompute.method == "block":
-        num_again = min(recompute.num_layers or count, count)
-        return num_again * attention.input + (count - num_again) * whole, whole
+        num_again = recompute.num_layers or len(wholes)
+        return len(wholes[:num_again]) * attention.input + sum(wholes[num_again:]), max(wholes[:num_again], default=0.0)
     if recompute.granularity == "full":
-        length = recompute.num_layers or 1
-        num_runs = sum(-(-own // length) for own in lengths) + num_further
-        return num_runs * attention.input, min(length, max(lengths)) * whole
+        runs = list(_cut_runs(wholes, lengths, recompute.num_layers or 1))
+        return len(runs) * attention.input, max(map(sum, runs), default=0.0)
     if recompute.granularity == "none":
-        return count * whole, 0
-    all_parts = [*parts, *[parts[-1]] * num_further]
-    kept = sum(half.count_kept(names) for names in all_parts for half in (attention, mlp))
-    saved = [half.count_kept(()) - half.count_kept(names) for names in all_parts for half in (attention, mlp)]
-    return kept, max(saved, default=0.0)
+        return sum(wholes), 0
+    all_parts = [*parts, *(parts[-1] if parts else () for _ in mlps[len(parts) :])]
+    halves = [(half, names) for names, mlp in zip(all_parts, mlps, strict=True) for half in (attention, mlp)]
+    saved = [half.count_kept(()) - half.count_kept(names) for half, names in halves]
+    return sum(half.count_kept(names) for half, names in halves), max(saved, default=0.0)
+
+
+def _cut_runs(wholes: Sequence[float], lengths: Sequence[int], length: int) -> Iterator[Sequence[float]]:
+    """Runs of at most `length` blocks inside each chunk; every block of multi-token prediction is one."""
+    end = 0
+    for own in lengths:
+        start, end = end, end + own
+        yield from (wholes[first : min(first + length, end)] for first in range(start, end, length))
+    yield from ([whole] for whole in wholes[end:])

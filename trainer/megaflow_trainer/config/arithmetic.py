@@ -1,6 +1,6 @@
 """Parameters, FLOPs and peaks as pure functions: used by the log, by recipes and by planning, tested on real models.
 
-Legend: L layers, h hidden, f ffn, v vocabulary (padded), p positions, s sequence.
+Legend: L layers, h hidden, f ffn, v vocabulary (padded), p positions, s sequence, e experts, k chosen ones.
 """
 
 from __future__ import annotations
@@ -25,20 +25,42 @@ The first name that is a word, or words, of the device's counts.
 """
 
 
-def count_parameters(model: ModelConfig) -> int:
-    """Weights of the model, a tied embedding counted once."""
+def count_parameters(model: ModelConfig, *, is_active: bool = False) -> int:
+    """Weights of the model, a tied embedding counted once; or of them those that one token passes: of the experts those
+    that it chooses.
+    """
     h = model.hidden_dim
     embeddings = model.vocab_rows * h * (1 if model.tied_embeddings else 2)
     if model.position_kind == "learned_absolute":
         embeddings += (model.max_positions or 0) * h
-    block = count_block_parameters(model)
-    mtp = model.num_mtp_layers * (block + 2 * h * h + 3 * _count_norm(model, h))
-    return model.num_layers * block + embeddings + _count_norm(model, h) + mtp
+    blocks = sum(
+        count_block_parameters(model, has_experts=model.has_experts(number), is_active=is_active)
+        for number in range(model.num_layers + model.num_mtp_layers)
+    )
+    return embeddings + blocks + _count_norm(model, h) + model.num_mtp_layers * (2 * h * h + 3 * _count_norm(model, h))
 
 
-def count_block_parameters(model: ModelConfig) -> int:
-    """Attention, MLP and the two norms before them."""
-    return count_attention_parameters(model) + count_mlp_parameters(model) + 2 * _count_norm(model, model.hidden_dim)
+def count_block_parameters(model: ModelConfig, *, has_experts: bool = False, is_active: bool = False) -> int:
+    """Attention, MLP or experts, and the two norms before them."""
+    mlp = count_layer_of_experts(model, is_active=is_active) if has_experts else count_mlp_parameters(model)
+    return count_attention_parameters(model) + mlp + 2 * _count_norm(model, model.hidden_dim)
+
+
+def count_layer_of_experts(model: ModelConfig, *, is_active: bool = False) -> int:
+    """Router, experts and the expert that all tokens pass; or of the experts only those that a token chooses."""
+    num = (model.router_top_k if is_active else model.num_experts) or 0
+    shared = 0 if model.shared_dim is None else count_mlp_parameters(model, model.shared_dim)
+    return (model.num_experts or 0) * model.hidden_dim + num * count_mlp_parameters(model, model.expert_width) + shared
+
+
+def count_expert_parameters(model: ModelConfig, *, ep: int = 1, etp: int = 1) -> int:
+    """Weights of all experts that a rank holds where `ep` ranks divide them and `etp` ranks each of them; routers and
+    experts that all tokens pass are not among them.
+    """
+    layers = sum(model.has_experts(number) for number in range(model.num_layers + model.num_mtp_layers))
+    bias = model.hidden_dim if model.linear_bias else 0  # the last bias is on all etp ranks
+    inner = count_mlp_parameters(model, model.expert_width) - bias
+    return layers * ((model.num_experts or 0) // ep) * (inner // etp + bias)
 
 
 def count_attention_parameters(model: ModelConfig) -> int:
@@ -65,9 +87,9 @@ def _count_latent_attention(model: ModelConfig) -> int:
     return q + kv + _count_linear(n * model.v_dim, h, has_bias=bias)
 
 
-def count_mlp_parameters(model: ModelConfig) -> int:
-    """The two matrices of an MLP, or the three of SwiGLU."""
-    h, f, bias = model.hidden_dim, model.ffn_width, model.linear_bias
+def count_mlp_parameters(model: ModelConfig, width: int | None = None) -> int:
+    """The two matrices of an MLP, or the three of SwiGLU; of the configured inner width or another."""
+    h, f, bias = model.hidden_dim, width or model.ffn_width, model.linear_bias
     num_up = 2 if model.activation == "swiglu" else 1
     return num_up * _count_linear(h, f, has_bias=bias) + _count_linear(f, h, has_bias=bias)
 
@@ -108,7 +130,8 @@ def count_state_bytes(
 
 def count_flops_per_token(model: ModelConfig, *, seq_len: int, is_causal: bool) -> float:
     """Forward and backward FLOPs of one token: 6 N + 12 L n d s, or half of the attention if what is masked is not
-    counted. An untied input embedding is a look-up and not in N; a window shortens s.
+    counted. An untied input embedding is a look-up and not in N, nor are experts that a token does not choose; a window
+    shortens s.
     """
     width = model.num_heads * model.head_width
     if model.is_latent:
@@ -118,7 +141,7 @@ def count_flops_per_token(model: ModelConfig, *, seq_len: int, is_causal: bool) 
     attention = 12.0 * layers * width * (count_seen(seq_len, seen) if is_causal else seen)
     lookup = 0 if model.tied_embeddings else model.vocab_rows * model.hidden_dim
     heads = model.num_mtp_layers * model.vocab_rows * model.hidden_dim
-    return 6.0 * (count_parameters(model) - lookup + heads) + attention
+    return 6.0 * (count_parameters(model, is_active=True) - lookup + heads) + attention
 
 
 def count_seen(seq_len: int, window: int) -> float:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.batch import read_ramp_up, solve_batch
-from megaflow_trainer.config.layout import check_ranks, check_sequence, check_tensor, make_layout
+from megaflow_trainer.config.expert_section import check_experts
+from megaflow_trainer.config.layout import check_expert_ranks, check_ranks, check_sequence, check_tensor, make_layout
 from megaflow_trainer.config.sections import ModelConfig, ScheduleConfig, TrainConfig
 from megaflow_trainer.config.stages import check_micro_batches, check_stages
 
@@ -29,6 +30,7 @@ def find_faults(config: TrainConfig, *, world_size: int) -> list[str]:
     faults = (
         check_heads(config.model)
         + check_shape(config.model)
+        + check_experts(config.model, num_layers=config.model.num_layers)
         + check_positions(config)
         + check_parallel(config, world_size=world_size)
         + check_duration(config)
@@ -116,8 +118,6 @@ def check_positions(config: TrainConfig) -> list[str]:
 def check_parallel(config: TrainConfig, *, world_size: int) -> list[str]:
     """The axes multiply out to the ranks and divide the model, and nothing is asked that this version does not have."""
     own, faults = config.parallel, []
-    if own.ep > 1:
-        faults.append(f"parallel.ep {own.ep}: this version does not have expert parallelism; leave it at 1")
     if own.zero == 3 and (config.recompute.compression != "none" or config.recompute.is_offloaded):
         faults.append(
             "parallel.zero 3 gathers weights for backward, which recompute.compression and is_offloaded would "
@@ -145,8 +145,11 @@ def check_parallel(config: TrainConfig, *, world_size: int) -> list[str]:
             f"optim.kind muon needs whole matrices, and parallel.tp {own.tp} with parallel.zero {own.zero} divides "
             "them; use adamw, or tp 1 with zero 0"
         )
+    if config.model.num_experts is not None and config.optim.kind == "muon":
+        faults.append("optim.kind muon takes one matrix at a time, and those of experts lie stacked; use adamw")
     sizes = check_ranks(own, world_size=world_size)
     shape = check_tensor(config.model, own) + check_sequence(config.model, own, seq_len=config.data.seq_len)
+    shape += check_expert_ranks(config.model, own, seq_len=config.data.seq_len)
     return faults + sizes + shape + check_stages(config.model, own)
 
 
@@ -275,6 +278,8 @@ def check_recompute(config: TrainConfig) -> list[str]:
             )
     if own.modules and own.budget is not None:
         faults.append("recompute.modules and recompute.budget are two ways to choose parts; give one of them")
+    if own.budget is not None and config.model.num_experts is not None:
+        faults.append("recompute.budget knows what dense blocks cost, not experts; give recompute.modules")
     if own.num_layers is not None and own.num_layers > config.model.num_layers:
         faults.append(
             f"recompute.num_layers {own.num_layers} is above model.num_layers {config.model.num_layers}; lower it"

@@ -156,10 +156,13 @@ def read_help() -> dict[str, str]:
     """The docstring below each field, by dotted name: the help text."""
     found: dict[str, str] = {}
     for section, owner in sections().items():
-        body = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for item, below in zip(body.body, body.body[1:], strict=False):
-            match item, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[f"{section}.{name}".lstrip(".")] = text
+        for part in owner.__mro__:
+            if not dataclasses.is_dataclass(part):
+                continue
+            body = ast.parse(textwrap.dedent(inspect.getsource(part))).body[0]
+            assert isinstance(body, ast.ClassDef)
+            for item, below in zip(body.body, body.body[1:], strict=False):
+                match item, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        found[f"{section}.{name}".lstrip(".")] = text
     return found

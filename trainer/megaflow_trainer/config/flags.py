@@ -80,6 +80,27 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--v-head-dim", "model.v_dim"),
     Flag("--mtp-num-layers", "model.num_mtp_layers"),
     Flag("--mtp-loss-scaling-factor", "model.mtp_loss_scale"),
+    Flag("--num-experts", "model.num_experts"),
+    Flag("--moe-layer-freq", "model.expert_layers"),
+    Flag("--moe-ffn-hidden-size", "model.expert_dim"),
+    Flag("--moe-shared-expert-intermediate-size", "model.shared_dim"),
+    Flag("--moe-router-topk", "model.router_top_k"),
+    Flag("--moe-router-score-function", "model.router_score"),
+    Flag("--moe-router-pre-softmax", "model.router_pre_softmax", constant=True),
+    Flag("--moe-router-num-groups", "model.router_groups"),
+    Flag("--moe-router-group-topk", "model.router_group_top_k"),
+    Flag("--moe-router-topk-scaling-factor", "model.router_scale"),
+    Flag("--moe-input-jitter-eps", "model.router_jitter"),
+    Flag("--moe-router-enable-expert-bias", "model.has_expert_bias", constant=True),
+    Flag("--moe-router-bias-update-rate", "model.expert_bias_rate"),
+    Flag("--moe-router-load-balancing-type", "model.balance_kind"),
+    Flag("--moe-aux-loss-coeff", "model.aux_loss_scale"),
+    Flag("--moe-z-loss-coeff", "model.z_loss_scale"),
+    Flag("--moe-expert-capacity-factor", "model.capacity_factor"),
+    Flag("--moe-token-drop-policy", "model.drop_policy"),
+    Flag("--moe-pad-expert-input-to-capacity", "model.pads_to_capacity", constant=True),
+    Flag("--moe-expert-kernel", "model.expert_kernel"),
+    Flag("--moe-grouped-gemm", "model.expert_kernel", constant="grouped"),
     Flag("--max-position-embeddings", "model.max_positions"),
     Flag("--vocab-size", "model.vocab_size"),
     Flag("--make-vocab-size-divisible-by", "model.vocab_multiple"),
@@ -130,6 +151,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--context-parallel-size", "parallel.cp"),
     Flag("--cp-comm-type", "parallel.cp_kind"),
     Flag("--expert-model-parallel-size", "parallel.ep"),
+    Flag("--expert-tensor-parallel-size", "parallel.etp"),
+    Flag("--moe-token-dispatcher-type", "parallel.dispatcher"),
+    Flag("--moe-shared-expert-overlap", "parallel.overlaps_shared", constant=True),
     Flag("--pipeline-schedule", "parallel.schedule"),
     Flag("--num-virtual-stages-per-pipeline-rank", "parallel.virtual_stages"),
     Flag("--pipeline-model-parallel-layout", "parallel.stage_layout"),
@@ -281,6 +305,9 @@ LEGACY: tuple[LegacyFlag, ...] = (
     LegacyFlag("--log-timers-to-tensorboard", "times are always logged"),
     LegacyFlag("--log-straggler", "slow ranks are always told"),
     LegacyFlag("--use-pytorch-profiler", "--profile always takes torch's profiler"),
+    LegacyFlag("--moe-router-dtype", "routers always compute in fp32, with weights in fp32", takes_value=True),
+    LegacyFlag("--moe-per-layer-logging", "the load of experts is always logged"),
+    LegacyFlag("--moe-permute-fusion", "rows are always gathered and added up by one function each"),
 )
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
@@ -289,21 +316,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "Transformer Engine layers",
         "drop the flag: --transformer-impl local is the default",
         valued=(("--transformer-impl", ("local",)),),
-    ),
-    NotBuilt(
-        "mixture of experts",
-        "drop the flag: the model is dense",
-        switches=("--moe-grouped-gemm",),
-        valued=tuple(
-            (name, ())
-            for name in (
-                "--num-experts",
-                "--moe-router-topk",
-                "--moe-aux-loss-coeff",
-                "--moe-router-load-balancing-type",
-                "--moe-token-dispatcher-type",
-            )
-        ),
     ),
 )
 

@@ -47,6 +47,47 @@ _DEPENDENCES = (
         lambda config: config.model.position_kind != "none",
     ),
     Dependence(
+        "model",
+        (
+            *("expert_layers", "expert_dim", "shared_dim", "router_top_k", "router_score", "router_pre_softmax"),
+            *("router_groups", "router_group_top_k", "router_scale", "router_jitter", "has_expert_bias"),
+            *("balance_kind", "aux_loss_scale", "z_loss_scale", "capacity_factor", "drop_policy"),
+            *("pads_to_capacity", "expert_kernel"),
+        ),
+        "--num-experts",
+        lambda config: config.model.num_experts is not None,
+    ),
+    Dependence(
+        "model",
+        ("expert_bias_rate",),
+        "--moe-router-enable-expert-bias",
+        lambda config: config.model.has_expert_bias,
+    ),
+    Dependence(
+        "model",
+        ("drop_policy",),
+        "--moe-expert-capacity-factor",
+        lambda config: config.model.capacity_factor is not None,
+    ),
+    Dependence(
+        "model",
+        ("aux_loss_scale",),
+        "a --moe-router-load-balancing-type other than none",
+        lambda config: config.model.balance_kind != "none",
+    ),
+    Dependence(
+        "parallel",
+        ("dispatcher",),
+        "ranks that share experts",
+        lambda config: config.parallel.ep * (config.parallel.etp or config.parallel.tp) > 1,
+    ),
+    Dependence(
+        "parallel",
+        ("overlaps_shared",),
+        "--moe-shared-expert-intermediate-size",
+        lambda config: config.model.shared_dim is not None,
+    ),
+    Dependence(
         "schedule",
         ("wsd_steps", "wsd_samples", "wsd_style"),
         "--lr-decay-style WSD",

@@ -73,8 +73,10 @@ class Layout:
 
     def __str__(self) -> str:
         """As `tp2.pp2.dp4`; axes of one rank are left out."""
-        named = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "pp": self.pp, "dp": self.dp}
-        return ".".join(f"{axis}{size}" for axis, size in named.items() if size > 1) or "one rank"
+        named = {"tp": self.tp, "cp": self.cp, "ep": self.ep, "etp": self.etp, "pp": self.pp, "dp": self.dp}
+        if self.ep == 1 or self.etp == self.tp:
+            del named["etp"]
+        return ".".join(f"{axis}{size}" for axis, size in named.items() if size > 1 or axis == "etp") or "one rank"
 
 
 def make_layout(parallel: ParallelConfig, *, world_size: int, num_kv_heads: int | None = None) -> Layout:
@@ -88,6 +90,7 @@ def make_layout(parallel: ParallelConfig, *, world_size: int, num_kv_heads: int 
         dp_shard=dp // replicas,
         dp_replicate=replicas,
         ep=parallel.ep,
+        etp=parallel.etp or parallel.tp,
         kv_copies=max(1, parallel.tp // (num_kv_heads or parallel.tp)),
     )
 
@@ -110,6 +113,46 @@ def check_ranks(parallel: ParallelConfig, *, world_size: int) -> list[str]:
         faults.append(
             f"{dp} data-parallel ranks ({world_size} / ({product})) cannot be divided into parallel.dp_replicate "
             f"{parallel.dp_replicate} replicas; give a divisor of {dp}"
+        )
+    stage, etp = world_size // parallel.pp, parallel.etp or parallel.tp
+    if stage % (parallel.ep * etp):
+        faults.append(
+            f"parallel.ep {parallel.ep} x etp {etp} = {parallel.ep * etp} ranks share the experts of a layer, and do "
+            f"not divide the {stage} ranks of a pipeline stage (tp x cp x dp = {parallel.tp} x {parallel.cp} x {dp})"
+        )
+    return faults
+
+
+def check_expert_ranks(model: ModelConfig, parallel: ParallelConfig, *, seq_len: int) -> list[str]:
+    """Experts, their channels and the tokens of a sample are cut into equal parts; what goes with experts is there."""
+    ep, etp, tp, faults = parallel.ep, parallel.etp or parallel.tp, parallel.tp, []
+    if model.num_experts is None:
+        if ep > 1:
+            faults.append(
+                f"parallel.ep {ep} divides experts, and the model has none; give model.num_experts or drop it"
+            )
+        return faults
+    if model.num_experts % ep:
+        faults.append(
+            f"model.num_experts {model.num_experts} is not divisible by parallel.ep {ep}; choose parallel.ep "
+            f"{_near(model.num_experts, ep)}"
+        )
+    if model.expert_width % etp:
+        faults.append(
+            f"model.expert_dim {model.expert_width} is not divisible by parallel.etp {etp}; choose parallel.etp "
+            f"{_near(model.expert_width, etp)}"
+        )
+    if model.shared_dim is not None and model.shared_dim % tp:
+        faults.append(_not_divisible("model.shared_dim", model.shared_dim, tp))
+    if tp > 1 and (seq_len // parallel.cp) % tp:
+        faults.append(
+            f"data.seq_len {seq_len} is not divisible by parallel.tp {tp} x cp {parallel.cp}, whose ranks divide the "
+            f"tokens that choose experts; use {max(1, seq_len // (tp * parallel.cp)) * tp * parallel.cp} tokens"
+        )
+    if parallel.zero == 3 and (ep > 1 or etp != tp):
+        faults.append(
+            f"parallel.zero 3 does not go with parallel.ep {ep} and etp {etp} in this version: experts lie on other "
+            "ranks than the layers around them; give zero 1 or 2, which divide their states"
         )
     return faults
 

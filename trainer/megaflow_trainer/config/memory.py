@@ -5,11 +5,20 @@ from __future__ import annotations
 import dataclasses
 
 from megaflow_trainer.config.activations import GPU, Kernels, count_activation_bytes
-from megaflow_trainer.config.arithmetic import count_block_parameters, count_state_bytes
+from megaflow_trainer.config.arithmetic import count_state_bytes
 from megaflow_trainer.config.cost_table import ITEM_BYTES, choose_parts
 from megaflow_trainer.config.layout import Layout, make_layout
 from megaflow_trainer.config.sections import TrainConfig
-from megaflow_trainer.config.shares import Share, count_held_parameters, count_vocabulary_rows, find_share, narrow
+from megaflow_trainer.config.shares import (
+    Share,
+    count_held_experts,
+    count_held_parameters,
+    count_stack,
+    count_vocabulary_rows,
+    find_share,
+    list_held_blocks,
+    list_kinds,
+)
 
 
 def find_layout(config: TrainConfig) -> Layout:
@@ -60,10 +69,11 @@ def find_fullest(config: TrainConfig, kernels: Kernels = GPU) -> int:
 
     Of stages with as many blocks and without ends the earliest is fullest, because it has most in flight.
     """
-    kinds: dict[tuple[int, bool, bool], int] = {}
+    kinds: dict[tuple[int, int, bool, bool], int] = {}
     for rank in range(config.parallel.pp):
         share = find_share(config.model, config.parallel, pp_rank=rank, num_micro_batches=1)
-        kinds.setdefault((len(share.layers), share.is_first, share.is_last), rank)
+        num_experts = sum(list_kinds(config.model, share))
+        kinds.setdefault((len(share.layers), num_experts, share.is_first, share.is_last), rank)
     totals = {rank: sum(estimate_memory(config, kernels, pp_rank=rank)[0].values()) for rank in kinds.values()}
     return max(totals, key=lambda rank: totals[rank])
 
@@ -71,28 +81,34 @@ def find_fullest(config: TrainConfig, kernels: Kernels = GPU) -> int:
 def divide_states(config: TrainConfig, share: Share) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer on a rank, as ZeRO divides them.
 
+    Experts that lie on other ranks than the layers around them are divided among the ranks with the same experts.
     ZeRO 2 holds one bucket of whole gradients while backward runs; ZeRO 3 keeps weights in fp32, and holds the gathered
     weights of two blocks and of what is in no block, and whole gradients of one block.
     """
     zero, layout = config.parallel.zero, find_layout(config)
     divisor = layout.dp_shard * layout.cp if zero else 1
-    num_held = count_held_parameters(config.model, share)
+    apart = layout.edp if zero and share.has_experts_apart else divisor
+    num_held, num_experts = count_held_parameters(config.model, share), count_held_experts(config.model, share)
     step = config.step
     if zero == 3 and step.dtype != "fp64" and divisor > 1:
         step = dataclasses.replace(step, dtype="fp32")
     whole = count_state_bytes(config.model, step, config.optim, num_parameters=num_held)
-    states = {name: size // divisor if _is_divided(name, zero) else size for name, size in whole.items()}
-    if divisor == 1:
+    experts = count_state_bytes(config.model, step, config.optim, num_parameters=num_experts)
+    states = {
+        name: (size - experts[name]) // divisor + experts[name] // apart if _is_divided(name, zero) else size
+        for name, size in whole.items()
+    }
+    if max(divisor, apart) == 1:
         return states
     grad = whole["gradients"] // max(num_held, 1)
-    block = count_block_parameters(narrow(config.model, share.tp))
     if zero == 2:
         table = count_vocabulary_rows(config.model, share.tp) * config.model.hidden_dim
-        states["gradients"] += grad * min(num_held, max(config.parallel.bucket_size // share.tp, table))
+        largest = max(table, count_stack(config.model, share) if num_experts else 0)
+        states["gradients"] += grad * min(num_held, max(config.parallel.bucket_size // share.tp, largest))
     if zero == 3:
-        item = ITEM_BYTES[config.step.dtype]
-        states["weights"] += item * (num_held - len(share.layers) * block + min(2, len(share.layers)) * block)
-        states["gradients"] += (grad + item) * block
+        item, blocks = ITEM_BYTES[config.step.dtype], list_held_blocks(config.model, share)[: len(share.layers)]
+        states["weights"] += item * (num_held - sum(blocks) + sum(sorted(blocks)[-2:]))
+        states["gradients"] += (grad + item) * max(blocks, default=0)
     return states
 
 

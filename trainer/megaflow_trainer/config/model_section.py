@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megaflow_trainer.config.expert_section import ExpertConfig, list_expert_faults, read_pattern
 from megaflow_trainer.config.limits import at_least, fraction, one_of, raise_faults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """Shape and initialisation of the GPT; the defaults are GPT-2 small."""
+class ModelConfig(ExpertConfig):
+    """Shape and initialisation of the GPT; the defaults are GPT-2 small. The fields of experts are its base's."""
 
     preset: str | None = None
     """A published shape, such as gpt2_small or llama3_8b; other flags override its fields."""
@@ -122,6 +123,7 @@ class ModelConfig:
             + at_least("model", 1, vocab_multiple=self.vocab_multiple)
             + at_least("model", 0, init_std=self.init_std, norm_eps=self.norm_eps)
             + fraction("model", hidden_dropout=self.hidden_dropout, attention_dropout=self.attention_dropout)
+            + list_expert_faults(self)
         )
 
     @property
@@ -145,6 +147,22 @@ class ModelConfig:
         if self.ffn_dim is not None:
             return self.ffn_dim
         return 8 * self.hidden_dim // 3 // 64 * 64 or 64 if self.activation == "swiglu" else 4 * self.hidden_dim
+
+    @property
+    def expert_width(self) -> int:
+        """Width inside an expert."""
+        return self.expert_dim or self.ffn_width
+
+    def has_experts(self, number: int) -> bool:
+        """Whether block `number`, counted from 0, has experts; those of multi-token prediction are like the last."""
+        if self.num_experts is None:
+            return False
+        return read_pattern(self.expert_layers, self.num_layers)[min(number, self.num_layers - 1)]
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether training draws random numbers by the tokens' places: dropout, or jitter of routers."""
+        return self.hidden_dropout > 0 or (self.num_experts is not None and self.router_jitter > 0)
 
     @property
     def has_qkv_bias(self) -> bool:

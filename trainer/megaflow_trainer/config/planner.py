@@ -1,11 +1,12 @@
 """Which layouts of a model fit on GPUs, ranked by predicted speed; each is a command line that the trainer reads.
 
-For each legal (tp, pp, cp) and size of micro-batch ZeRO 1, 2 and 3 are tried, each with the least recompute that makes
-it fit (none, what is cheap, everything), and the fastest is kept.
+For each legal (tp, pp, cp), with experts (tp, pp, cp, ep), and size of micro-batch ZeRO 1, 2 and 3 are tried, each with
+the least recompute that makes it fit (none, what is cheap, everything), and the fastest is kept.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from megaflow_trainer.config.command import read_command
 from megaflow_trainer.config.hardware import Gpu
 from megaflow_trainer.config.layout import Layout
 from megaflow_trainer.config.memory import estimate_memory, find_fullest, find_layout
+from megaflow_trainer.config.presets import PRESETS
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.config.step_time import StepTime, predict_step
 
@@ -128,13 +130,29 @@ def list_flags(
 ) -> Iterator[tuple[list[str], bool]]:
     """Command lines of all layouts, before ZeRO and recompute, and whether ranks hold equal parts of a model."""
     for tp, pp, cp in list_axes(cluster, seq_len=_read_seq_len(base)):
-        for micro in micro_batches:
-            for axes in _spell(tp, pp, cp, micro):
-                yield [*base, *axes], tp * pp < cluster.num_gpus
+        for ep in _list_expert_ranks(base, cluster.num_gpus // pp // tp):
+            for micro in micro_batches:
+                for axes in _spell(tp, pp, cp, micro):
+                    experts = ["--expert-model-parallel-size", str(ep)] if ep > 1 else []
+                    yield [*base, *axes, *experts], tp * pp < cluster.num_gpus
+
+
+def _list_expert_ranks(base: Sequence[str], num_ranks: int) -> list[int]:
+    """Ranks that may divide the experts, where `num_ranks` hold the same of other layers; 1 where it is given."""
+    num_experts = int(_read_value(base, "--num-experts") or 0)
+    if not num_experts:
+        num_experts = PRESETS.get(_read_value(base, "--preset") or "", {}).get("num_experts") or 1
+    if "--expert-model-parallel-size" in base:
+        return [1]
+    return _divisors(math.gcd(num_experts, num_ranks), num_ranks)
+
+
+def _read_value(base: Sequence[str], flag: str) -> str | None:
+    return base[len(base) - base[::-1].index(flag)] if flag in base[:-1] else None
 
 
 def _read_seq_len(base: Sequence[str]) -> int:
-    return int(base[len(base) - 1 - base[::-1].index("--seq-length") + 1]) if "--seq-length" in base else 1024
+    return int(_read_value(base, "--seq-length") or 1024)
 
 
 def _spell(tp: int, pp: int, cp: int, micro: int) -> Iterator[list[str]]:
@@ -183,7 +201,7 @@ def recommend(choices: Sequence[Choice], *, within: float = 0.10) -> Choice | No
 
 def _complexity(choice: Choice) -> tuple[int, int, int, float]:
     own = choice.config.parallel
-    return own.tp * own.pp * own.cp, own.zero, own.virtual_stages, -choice.time.tokens_per_s
+    return own.tp * own.pp * own.cp * own.ep, own.zero, own.virtual_stages, -choice.time.tokens_per_s
 
 
 def count_checkpoint_bytes(config: TrainConfig) -> int:

@@ -1,4 +1,4 @@
-"""Published dense shapes by name: the fields of `ModelConfig` that differ from its defaults.
+"""Published shapes by name: the fields of `ModelConfig` that differ from its defaults.
 
 Vocabularies are unpadded (`vocab_multiple` 1), so that parameter counts are the published ones. GPT-3's table gives
 1.3B as 24 heads of 128 at width 2048 and 13B as width 5140; as in every later reproduction 16 heads and width 5120 are
@@ -61,6 +61,48 @@ _NEMOTRON4_340B: Shape = {
     "max_positions": 4096,
 }
 
+_MIXTRAL_8X7B: Shape = {
+    **_llama2(32, 4096, 32, 14336, 8),
+    "max_positions": 32768,
+    "rotary_base": 1000000.0,
+    "num_experts": 8,
+    "router_top_k": 2,
+}
+
+_DEEPSEEK_V3: Shape = {
+    **_LLAMA,
+    "num_layers": 61,
+    "hidden_dim": 7168,
+    "num_heads": 128,
+    "ffn_dim": 18432,
+    "vocab_size": 129280,
+    "max_positions": 163840,
+    "norm_eps": 1e-6,
+    "is_latent": True,
+    "q_latent_dim": 1536,
+    "kv_latent_dim": 512,
+    "qk_dim": 128,
+    "qk_rotary_dim": 64,
+    "v_dim": 128,
+    "rotary_interleaved": True,
+    "rotary_scaling": "yarn",
+    "rotary_factor": 40.0,
+    "rotary_original_positions": 4096,
+    "rotary_mscale": 1.0,
+    "rotary_mscale_all_dim": 1.0,
+    "num_mtp_layers": 1,
+    "num_experts": 256,
+    "expert_layers": "([0]*3+[1]*58)",
+    "expert_dim": 2048,
+    "shared_dim": 2048,
+    "router_top_k": 8,
+    "router_score": "sigmoid",
+    "has_expert_bias": True,
+    "router_groups": 8,
+    "router_group_top_k": 4,
+    "router_scale": 2.5,
+}
+
 PRESETS: Mapping[str, Shape] = MappingProxyType(
     {
         "gpt2_small": _gpt(12, 768, 12, 1024),
@@ -84,5 +126,7 @@ PRESETS: Mapping[str, Shape] = MappingProxyType(
             "rotary_original_positions": 8192,
         },
         "nemotron4_340b": _NEMOTRON4_340B,
+        "mixtral_8x7b": _MIXTRAL_8X7B,
+        "deepseek_v3": _DEEPSEEK_V3,
     }
 )

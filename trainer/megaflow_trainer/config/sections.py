@@ -92,7 +92,14 @@ class ParallelConfig:
     cp_kind: str = "p2p"
     """How attention sees the tokens of other ranks: p2p (a ring), all_gather or a2a (Ulysses)."""
     ep: int = 1
-    """Expert-parallel size: ranks that share the experts of a layer."""
+    """Expert-parallel size: ranks that share the experts of a layer. They are ranks of one stage, whatever other axes
+    they are on."""
+    etp: int | None = None
+    """Expert-tensor-parallel size: ranks that share one expert (as many as share other layers if not given)."""
+    dispatcher: str = "alltoall"
+    """How tokens reach their experts on other ranks: alltoall (each row to its ranks) or allgather (all to all)."""
+    overlaps_shared: bool = False
+    """Whether the expert that every token passes is computed while tokens travel."""
     sequence_parallel: bool = False
     """Whether norms and dropouts are split along the sequence over the tensor-parallel ranks."""
     schedule: str = "1f1b"
@@ -115,6 +122,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         raise_faults(
             at_least("parallel", 1, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, dp_replicate=self.dp_replicate)
+            + at_least("parallel", 1, etp=self.etp)
             + at_least("parallel", 0, zero=self.zero)
             + at_least("parallel", 1, bucket_size=self.bucket_size)
             + ([f"parallel.zero must be 0, 1, 2 or 3, got {self.zero}"] if self.zero > 3 else [])
@@ -122,6 +130,7 @@ class ParallelConfig:
             + one_of("parallel", ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"), schedule=self.schedule)
             + one_of("parallel", ("p2p", "all_gather", "a2a"), cp_kind=self.cp_kind)
             + one_of("parallel", ("nccl", "gloo"), backend=self.backend)
+            + one_of("parallel", ("alltoall", "allgather"), dispatcher=self.dispatcher)
         )
 
 

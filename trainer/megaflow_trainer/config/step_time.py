@@ -5,23 +5,39 @@ PASSES bytes for each byte that a forward without recompute keeps. The two were 
 runs from 124M to 16 layers of Llama 7B, with and without recompute: the rate is that of a large product there, the
 passes were fitted; predictions were within 12 % of each run (docs/planning.md).
 
-Communication. Rates are LINK_RATE of what the makers state. Collectives of tensor and context parallelism are
-counted as exposed; gradients hide behind the last backward, and weights of ZeRO behind the
-first forward, as long as these last (ZeRO 2 and 3: behind every micro-batch). These parts were not measured.
+Communication. Rates are LINK_RATE of what the makers state. Collectives of tensor, context and expert parallelism are
+counted as exposed, and experts as getting equally many tokens; gradients hide behind the last backward, and weights of
+ZeRO behind the first forward, as long as these last (ZeRO 2 and 3: behind every micro-batch). These parts were not
+measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megaflow_trainer.config.activations import GPU, count_activation_bytes, describe_attention, describe_mlp
+from megaflow_trainer.config.activations import (
+    GPU,
+    count_activation_bytes,
+    describe_attention,
+    describe_experts,
+    describe_mlp,
+)
 from megaflow_trainer.config.arithmetic import count_flops_per_token
 from megaflow_trainer.config.cost_table import ITEM_BYTES, choose_parts, count_block_flops
 from megaflow_trainer.config.hardware import Gpu
 from megaflow_trainer.config.memory import find_layout
 from megaflow_trainer.config.sections import ParallelConfig, RecomputeConfig, TrainConfig
-from megaflow_trainer.config.shares import Share, count_held_parameters, count_vocabulary_rows, find_share, narrow
+from megaflow_trainer.config.shares import (
+    Share,
+    count_held_experts,
+    count_held_parameters,
+    count_vocabulary_rows,
+    find_share,
+    list_kinds,
+    narrow,
+)
 
 PRODUCT_RATE = 0.80
 PASSES = 22.0
@@ -39,6 +55,8 @@ class StepTime:
     """Of all micro-batches on the slowest stage."""
     tensor_s: float
     context_s: float
+    expert_s: float
+    """Tokens that travel to their experts and back."""
     pipeline_s: float
     """Messages between stages."""
     bubble_s: float
@@ -59,7 +77,7 @@ class StepTime:
     @property
     def communication_s(self) -> float:
         """Exposed communication."""
-        return self.tensor_s + self.context_s + self.pipeline_s + self.data_s
+        return self.tensor_s + self.context_s + self.expert_s + self.pipeline_s + self.data_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -72,23 +90,28 @@ def predict_step(config: TrainConfig, gpu: Gpu, *, gpus_per_node: int = 8) -> St
     own, sizes, layout = config.parallel, config.step.sizes, find_layout(config)
     count = sizes.num_micro_batches
     found = [find_share(config.model, own, pp_rank=rank, num_micro_batches=count) for rank in range(own.pp)]
-    shares = list({(len(share.layers), share.is_first, share.is_last): share for share in found}.values())
+    model = config.model
+    shares = list({(tuple(list_kinds(model, own)), own.is_first, own.is_last): own for own in found}.values())
     tokens = config.data.seq_len * sizes.micro_batch_size / own.cp
     stages = [_time_stage(config, share, gpu, tokens) for share in shares]
     tensor = max(_time_tensor(config, share, gpu, tokens, gpus_per_node) for share in shares)
     ring = max(_time_ring(config, share, gpu, tokens, gpus_per_node) for share in shares)
+    travel = max(_time_experts(config, share, gpu, tokens, gpus_per_node) for share in shares)
     message = _time_message(config, gpu, tokens, gpus_per_node)
-    micro_s = max(stages) + tensor + ring + message
+    micro_s = max(stages) + tensor + ring + travel + message
     bubble = (own.pp - 1) / (2 if own.schedule == "zbv" else own.virtual_stages)
-    held = max(count_held_parameters(config.model, share) for share in shares)
-    stepped = held / (layout.dp_shard * layout.cp if own.zero else 1)
+    held, experts = max((count_held_parameters(model, share), count_held_experts(model, share)) for share in shares)
+    divisor = layout.dp_shard * layout.cp if own.zero else 1
+    apart = layout.edp if own.zero and shares[0].has_experts_apart else divisor
+    stepped = (held - experts) / divisor + experts / apart
     time = StepTime(
         compute_s=max(stages) * count,
         tensor_s=tensor * count,
         context_s=ring * count,
+        expert_s=travel * count,
         pipeline_s=message * count,
         bubble_s=bubble * micro_s,
-        data_s=_time_data(config, gpu, held, micro_s, gpus_per_node),
+        data_s=_time_data(config, gpu, (held, experts), micro_s, gpus_per_node),
         optimizer_s=(_STEPPED_BYTES * stepped + _KEPT_BYTES * held) / (PRODUCT_RATE * gpu.memory_rate),
         tokens=sizes.global_batch_size * config.data.seq_len,
         num_gpus=layout.size,
@@ -110,8 +133,11 @@ def bubble_share(parallel: ParallelConfig, num_micro_batches: int) -> float:
 def _time_stage(config: TrainConfig, share: Share, gpu: Gpu, tokens: float) -> float:
     """Forward and backward of one micro-batch on a rank, without communication."""
     model, local, item = config.model, narrow(config.model, share.tp), ITEM_BYTES[config.step.dtype]
-    block = count_block_flops(local, seq_len=config.data.seq_len)
-    flops = 3 * len(share.layers) * block + _count_again(config, share, block)
+    blocks = [
+        count_block_flops(local, seq_len=config.data.seq_len, has_experts=has_experts)
+        for has_experts in list_kinds(model, share)
+    ]
+    flops = 3 * sum(blocks) + _count_again(config, share, blocks)
     plain = count_activation_bytes(
         model,
         RecomputeConfig(),
@@ -123,25 +149,26 @@ def _time_stage(config: TrainConfig, share: Share, gpu: Gpu, tokens: float) -> f
     )
     if share.is_last:
         flops += 6 * model.hidden_dim * count_vocabulary_rows(model, share.tp) * (1 + model.num_mtp_layers)
-        flops += 3 * model.num_mtp_layers * block
     products = flops * tokens / (PRODUCT_RATE * gpu.peak_flops)
     return products + PASSES * plain.kept / (PRODUCT_RATE * gpu.memory_rate)
 
 
-def _count_again(config: TrainConfig, share: Share, block: float) -> float:
-    """FLOPs a token of what is computed again."""
+def _count_again(config: TrainConfig, share: Share, blocks: Sequence[float]) -> float:
+    """FLOPs a token of what is computed again of the layers, forward FLOPs of `blocks` given."""
     own = config.recompute
     if own.granularity == "none":
         return 0.0
     if own.granularity == "full":
         part = own.num_layers if own.method == "block" else None
-        return block * min(len(share.layers), part or len(share.layers))
+        return sum(blocks[: min(len(share.layers), part or len(share.layers))])
     local, item, parts = narrow(config.model, share.tp), ITEM_BYTES[config.step.dtype], choose_parts(config)
-    halves = (
-        describe_attention(local, seq_len=config.data.seq_len, item_bytes=item, kernels=GPU, share=share),
-        describe_mlp(local, item_bytes=item, kernels=GPU, between=share.between),
+    attention = describe_attention(local, seq_len=config.data.seq_len, item_bytes=item, kernels=GPU, share=share)
+    mlp = describe_mlp(local, item_bytes=item, kernels=GPU, between=share.between)
+    experts = describe_experts(config.model, item_bytes=item, kernels=GPU, share=share)
+    halves = [(attention, experts if has_experts else mlp) for has_experts in list_kinds(config.model, share)]
+    return sum(
+        half.count_flops(parts[layer]) for layer, both in zip(share.layers, halves, strict=False) for half in both
     )
-    return sum(half.count_flops(parts[layer]) for layer in share.layers for half in halves)
 
 
 def _find_rate(gpu: Gpu, span: int, gpus_per_node: int, group: int) -> float:
@@ -178,6 +205,17 @@ def _time_ring(config: TrainConfig, share: Share, gpu: Gpu, tokens: float, gpus_
     return len(share.layers) * sent / rate
 
 
+def _time_experts(config: TrainConfig, share: Share, gpu: Gpu, tokens: float, gpus_per_node: int) -> float:
+    """Rows to their experts and back, forward and backward, to all ranks that share an expert."""
+    own, ranks, count = config.parallel, share.ep * share.etp, sum(list_kinds(config.model, share))
+    if ranks == 1 or count == 0:
+        return 0.0
+    times = 6 if config.recompute.granularity == "full" else 4
+    rows = tokens / share.tp * (ranks if own.dispatcher == "allgather" else config.model.router_top_k * share.etp)
+    sent = (ranks - 1) / ranks * rows * config.model.hidden_dim * ITEM_BYTES[config.step.dtype]
+    return times * count * sent / _find_rate(gpu, ranks, gpus_per_node, ranks)
+
+
 def _time_message(config: TrainConfig, gpu: Gpu, tokens: float, gpus_per_node: int) -> float:
     """What a stage sends on and back for a micro-batch."""
     own, layout = config.parallel, find_layout(config)
@@ -188,14 +226,18 @@ def _time_message(config: TrainConfig, gpu: Gpu, tokens: float, gpus_per_node: i
     return 2 * own.virtual_stages * size / _find_rate(gpu, layout.size, gpus_per_node, 1)
 
 
-def _time_data(config: TrainConfig, gpu: Gpu, held: int, micro_s: float, gpus_per_node: int) -> float:
-    """Gradients and weights that travel longer than what they hide behind."""
+def _time_data(config: TrainConfig, gpu: Gpu, held: tuple[int, int], micro_s: float, gpus_per_node: int) -> float:
+    """Gradients and weights that travel longer than what they hide behind; `held`: all weights, and experts' alone."""
     own, layout, count = config.parallel, find_layout(config), config.step.sizes.num_micro_batches
     ranks = layout.dp * layout.cp
-    if ranks == 1:
+    is_apart = layout.ep > 1 or layout.etp != layout.tp
+    if max(ranks, layout.edp) == 1:
         return 0.0
     item = ITEM_BYTES[config.step.dtype]
-    part = (ranks - 1) / ranks * held / _find_rate(gpu, own.tp * ranks, gpus_per_node, ranks)
+    total, experts = held
+    part = (ranks - 1) / ranks * (total - experts) / _find_rate(gpu, own.tp * ranks, gpus_per_node, ranks)
+    same = layout.edp if is_apart else ranks
+    part += (same - 1) / same * experts / _find_rate(gpu, own.tp * ranks, gpus_per_node, same)
     reduce_s, gather_s = 4 * part, item * part
     if not own.overlaps:
         return 2 * reduce_s if own.zero == 0 else reduce_s * (count if own.zero > 1 else 1) + gather_s

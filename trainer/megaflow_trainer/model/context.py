@@ -17,13 +17,15 @@ from megaflow_trainer.ops.dropout import drop, number_rows
 class Context:
     """Positions of the tokens, int64 `[s]` or `[b, s]`, their rotary table, and a number a token for its dropout.
 
-    `documents` is there if tokens see those of their own document only.
+    `documents` is there if tokens see those of their own document only. `weights`, `[b, s]`, is how much each token
+    counts in the loss; without it all count alike.
     """
 
     positions: Tensor
     rotary: Rotary | None
     rows: Tensor | None
     documents: DocumentMask | None = None
+    weights: Tensor | None = None
 
 
 def make_context(
@@ -33,6 +35,7 @@ def make_context(
     keys: Tensor | None = None,
     positions: Tensor | None = None,
     documents: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Context:
     """The context of a micro-batch.
 
@@ -43,10 +46,11 @@ def make_context(
         positions: int64 `[s]` on the CPU, place of each token in its sample; 0, 1, ... if not given.
         documents: int64 `[b, S]`, the document of each token of the whole samples, as `number_documents` gives it.
             Needed where the configuration resets positions or attention at their bounds.
+        weights: float32 `[b, s]`, how much each token counts in the loss; all alike if not given.
     """
     places = torch.arange(tokens.shape[1]) if positions is None else positions
     found, rows = places.to(tokens.device), None
-    if config.hidden_dropout:
+    if config.has_noise:
         keys = torch.arange(tokens.shape[0], device=tokens.device) if keys is None else keys
         rows = number_rows(keys, found)  # by the place in the sample: documents in one sample drop differently
     seen = None
@@ -56,11 +60,11 @@ def make_context(
         if positions is None:  # made here, so that blocks that are compiled find it made
             seen.make_mask(0, tokens.shape[1], tokens.shape[1], config.window)
     if not config.resets_positions:
-        return Context(found, make_rotary(config, places, tokens.device), rows, seen)
+        return Context(found, make_rotary(config, places, tokens.device), rows, seen, weights)
     assert documents is not None, "given where the configuration asks for it"
     found = place_in_documents(documents).index_select(1, found)  # [b, s]
     table = make_rotary(config, torch.arange(documents.shape[1]), tokens.device)
-    return Context(found, None if table is None else table.take(found), rows, seen)
+    return Context(found, None if table is None else table.take(found), rows, seen, weights)
 
 
 def number_documents(tokens: Tensor, end_id: int) -> Tensor:

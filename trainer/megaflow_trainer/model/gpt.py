@@ -15,35 +15,36 @@ from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.attention import Attention, LatentAttention
 from megaflow_trainer.model.context import Context, Dropout, make_context
 from megaflow_trainer.model.mlp import Mlp
+from megaflow_trainer.model.moe import MoE
 from megaflow_trainer.model.norm import make_norm
 from megaflow_trainer.model.sockets import Sockets
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). `number` counts the model's blocks from 0."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be experts. `number` counts blocks from 0."""
 
     def __init__(self, config: ModelConfig, sockets: Sockets, number: int) -> None:
         super().__init__()
         self.attention_norm = make_norm(config, config.hidden_dim)
         self.attention = (LatentAttention if config.is_latent else Attention)(config, sockets)
         self.mlp_norm = make_norm(config, config.hidden_dim)
-        self.mlp = Mlp(config, sockets)
+        self.mlp = MoE(config, sockets, number) if config.has_experts(number) else Mlp(config, sockets)
         self.attention_dropout = Dropout(config.hidden_dropout, 2 * number + 1)
         self.mlp_dropout = Dropout(config.hidden_dropout, 2 * number + 2)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """`[b, s, h]` to `[b, s, h]`."""
         x = x + self.attention_dropout(self.attend(x, context), context)
-        return x + self.mlp_dropout(self.feed(x), context)
+        return x + self.mlp_dropout(self.feed(x, context), context)
 
     def attend(self, x: Tensor, context: Context | None) -> Tensor:
         """The first half before it is added, `[b, s, h]` to `[b, s, h]`."""
         out: Tensor = self.attention(self.attention_norm(x), context)
         return out
 
-    def feed(self, x: Tensor) -> Tensor:
+    def feed(self, x: Tensor, context: Context | None) -> Tensor:
         """The second half before it is added, `[b, s, h]` to `[b, s, h]`."""
-        out: Tensor = self.mlp(self.mlp_norm(x))
+        out: Tensor = self.mlp(self.mlp_norm(x), context)
         return out
 
 
@@ -108,6 +109,7 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         weights: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Loss in nats per token, float32, `[b, s]`.
 
@@ -118,8 +120,9 @@ class GPT(nn.Module):
             positions: int64 `[s]` on the CPU, place of each token in its sample; 0, 1, ... if not given.
             documents: int64 `[b, S]`, document of each token of the whole samples; see `make_context`.
             weights: float32 `[b, s]`, with which the losses will be summed; backward must then be of that sum.
+            mask: float32 `[b, s]`, how much each token counts in the losses of routers; all alike if not given.
         """
-        context = make_context(self.config, tokens, keys=keys, positions=positions, documents=documents)
+        context = make_context(self.config, tokens, keys=keys, positions=positions, documents=documents, weights=mask)
         return self.compute_loss(self.run_blocks(self.embed(tokens, context), context), labels, context, weights)
 
     def embed(self, tokens: Tensor, context: Context) -> Tensor:

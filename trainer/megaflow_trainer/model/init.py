@@ -12,11 +12,31 @@ import torch
 from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model.experts import ExpertWeight
 from megaflow_trainer.model.norm import NORMS
+
+_OUTPUTS = ("attention.proj.weight", "mlp.down.weight", "experts.down.weight", "shared.down.weight")
+"""Weights that write into the residual stream."""
+
+
+class Rows(Protocol):
+    """A run of rows."""
+
+    @property
+    def start(self) -> int:
+        """The first one."""
+
+    @property
+    def length(self) -> int:
+        """How many there are."""
 
 
 class Part(Protocol):
     """What this rank holds of a weight."""
+
+    @property
+    def pieces(self) -> Sequence[Rows]:
+        """The runs of rows it has, along the dim in which the weight is cut."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -32,15 +52,21 @@ def init_weights(
     """Fill every weight: norms 1, biases 0, matrices N(0, std), those that write into the residual stream
     N(0, std / sqrt(2 L)). Under mu-P the std of matrices inside the blocks falls with the root of the width's growth.
 
-    A weight of which this rank holds a part is drawn in full and the part is taken, one weight at a time.
+    A weight of which this rank holds a part is drawn in full and the part is taken, one weight at a time; the matrices
+    of experts are drawn expert by expert, those that this rank holds something of.
     """
+    stacked = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ExpertWeight)}
     norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, NORMS)}
     with torch.no_grad():
+        for buffer in model.buffers():  # the biases of routers
+            buffer.zero_()
         for name, weight in model.named_parameters():
             if name in norms:
                 weight.fill_(1.0)
             elif name.endswith(".bias"):
                 weight.zero_()
+            elif name in stacked:
+                _draw_experts(weight, parts.get(name), config, name, seed)
             else:
                 part = parts.get(name)
                 full = _draw(weight.shape if part is None else part.shape, choose_std(name, config), name, seed)
@@ -52,7 +78,7 @@ def choose_std(name: str, config: ModelConfig) -> float:
     std = config.init_std
     if is_inner(name) and config.mup_base_dim is not None:
         std *= math.sqrt(config.mup_base_dim / config.hidden_dim)
-    if config.is_output_scaled and name.endswith(("attention.proj.weight", "mlp.down.weight")):
+    if config.is_output_scaled and name.endswith(_OUTPUTS):
         std /= math.sqrt(2 * config.num_layers)
     return std
 
@@ -67,3 +93,15 @@ def _draw(shape: Sequence[int], std: float, name: str, seed: int) -> Tensor:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.empty(tuple(shape), dtype=torch.float32).normal_(0.0, std, generator=generator)
+
+
+def _draw_experts(weight: Tensor, part: Part | None, config: ModelConfig, name: str, seed: int) -> None:
+    """Rows of stacked experts, of those experts only that have some here."""
+    f, start = config.expert_width, 0
+    pieces = [(0, len(weight))] if part is None else [(piece.start, piece.length) for piece in part.pieces]
+    for first, length in pieces:
+        for expert in range(first // f, -(-(first + length) // f)):
+            low, high = max(first, expert * f), min(first + length, (expert + 1) * f)
+            full = _draw((f, weight.shape[1]), choose_std(name, config), f"{name}/{expert}", seed)
+            weight[start : start + high - low].copy_(full[low - expert * f : high - expert * f])
+            start += high - low

@@ -6,21 +6,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model.context import Context
 from megaflow_trainer.model.sockets import Sockets
 
 
 class Mlp(nn.Module):
-    """h -> f -> h with GELU (the tanh form, as GPT-2 was trained) or squared ReLU; with SwiGLU a gate multiplies."""
+    """h -> f -> h with GELU (the tanh form, as GPT-2 was trained) or squared ReLU; with SwiGLU a gate multiplies.
 
-    def __init__(self, config: ModelConfig, sockets: Sockets) -> None:
+    f is that of the configuration, or `width`.
+    """
+
+    def __init__(self, config: ModelConfig, sockets: Sockets, width: int | None = None) -> None:
         super().__init__()
-        h, f, bias = config.hidden_dim, config.ffn_width, config.linear_bias
+        h, f, bias = config.hidden_dim, width or config.ffn_width, config.linear_bias
         self.activation = config.activation
         self.gate = sockets.linear(h, f, bias=bias) if config.activation == "swiglu" else None
         self.up = sockets.linear(h, f, bias=bias)
         self.down = sockets.linear(f, h, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """`[b, s, h]` to `[b, s, h]`."""
         return self.narrow(self.up(x), None if self.gate is None else self.gate(x))
 

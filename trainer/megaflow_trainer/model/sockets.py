@@ -9,12 +9,16 @@ from torch import Tensor, nn
 
 from megaflow_trainer.ops.attention import attend_sdpa
 from megaflow_trainer.ops.cross_entropy import linear_cross_entropy
+from megaflow_trainer.ops.grouped import Product, multiply_loop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sockets:
-    """The linear layer, the attention core and the loss with the output projection, each with its local default."""
+    """The linear layer, the attention core, the products of experts and the loss with the output projection, each with
+    its local default. The dispatcher of experts is the socket of a layer (`MoE.dispatch`).
+    """
 
     linear: Callable[..., nn.Module] = nn.Linear
     attention: Callable[..., Tensor] = attend_sdpa
+    product: Product = multiply_loop
     loss: Callable[..., Tensor] = linear_cross_entropy

@@ -44,14 +44,25 @@ def drop(x: Tensor, rows: Tensor, site: int, p: float) -> Tensor:
     return kept
 
 
+def jitter(x: Tensor, rows: Tensor, site: int, size: float) -> Tensor:
+    """`x`, `[b, s, h]`, each element times a random number in [1 - size, 1 + size) that follows from its place."""
+    bits = draw_bits(rows, site, x.shape[-1])
+    return x * (1 - size + bits.to(x.dtype) * (2 * size / 2**31))
+
+
 def make_mask(rows: Tensor, site: int, num_channels: int, p: float) -> Tensor:
     """`[b, s, h]` bool, true where an element is kept."""
+    return draw_bits(rows, site, num_channels) >= round(p * 2**31)
+
+
+def draw_bits(rows: Tensor, site: int, num_channels: int) -> Tensor:
+    """31 random bits for each place, `[b, s, h]` int32."""
     row = mix(rows + _wrap((site + 1) * _GOLDEN)).to(torch.int32)  # [b, s]
     channel = mix(torch.arange(num_channels, device=rows.device) * _GOLDEN + 1).to(torch.int32)  # [h]
     x = row[..., None] ^ channel
     for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975)):  # a 32-bit scramble: products wrap
         x = (x ^ _shift(x, shift)) * factor
-    return (x ^ _shift(x, 16)) & 0x7FFFFFFF >= round(p * 2**31)
+    return (x ^ _shift(x, 16)) & 0x7FFFFFFF
 
 
 def _wrap(number: int) -> int:

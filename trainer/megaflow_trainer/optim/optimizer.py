@@ -141,7 +141,7 @@ def _make_rules(config: OptimConfig) -> tuple[Rule, Rule]:
 def _make_master(main: MainParameter, config: OptimConfig) -> Tensor:
     """The tensor that is stepped: the weight itself, seen by a second name, or a copy of it."""
     weight = main.weight.detach()
-    dtype = torch.float64 if weight.dtype == torch.float64 else DTYPES[config.main_dtype]
+    dtype = torch.promote_types(weight.dtype, DTYPES[config.main_dtype])  # routers are in fp32 in every run
     if config.is_offloaded:
         return weight.to("cpu", dtype, copy=True)
     return weight.to(dtype)

@@ -1,8 +1,8 @@
 """The only place that knows in which order parallelism is put on a model.
 
 Order: pipeline split -> tensor/sequence -> expert -> context -> recompute -> compile -> data parallel.
-This version has all but expert. A model comes without memory for its weights; it gets it, and
-values, as soon as it is known which part of each weight this rank holds.
+A model comes without memory for its weights; it gets it, and values, as soon as it is known which part of each weight
+this rank holds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from megaflow_trainer.model.gpt import GPT
 from megaflow_trainer.parallel.collectives import copy_from_first
 from megaflow_trainer.parallel.context import cut_positions, share_context
 from megaflow_trainer.parallel.data import DataOptions, MainGradients
+from megaflow_trainer.parallel.expert import shard_experts
 from megaflow_trainer.parallel.fsdp import DividedGradients, divide_weights
 from megaflow_trainer.parallel.fusion import accumulate_in_products, can_accumulate, compile_blocks
+from megaflow_trainer.parallel.load import ExpertLoad
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.pipeline import Chunk, Pipeline, join_copies, split_pipeline
 from megaflow_trainer.parallel.recompute import apply_recompute
@@ -43,6 +45,8 @@ class ParallelModel:
     """Places of this rank's tokens in their samples where ranks share sequences, int64 `[s]` on the CPU."""
     pipeline: Pipeline | None = None
     """Runs the micro-batches of a step where the model is cut into stages; the model itself is not called then."""
+    load: ExpertLoad | None = None
+    """Counts and biases of routers, where the model has experts."""
 
     @property
     def side_losses(self) -> dict[str, Tensor]:
@@ -63,16 +67,17 @@ class ParallelModel:
         keys: Tensor | None = None,
         weights: Tensor | None = None,
         documents: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Loss per token of this rank's micro-batch, float32, `[b, s]`; `keys` decide its dropout, int64 `[b]`.
 
         With `weights`, float32 `[b, s]`, backward must be of the sum of losses times weights. `documents` tells the
-        document of each token of the whole samples, int64 `[b, S]`.
+        document of each token of the whole samples, int64 `[b, S]`. `mask`, float32 `[b, s]`, says how much each token
+        counts in the losses of routers; all count alike without it.
         """
+        options = {"keys": keys, "positions": self.positions, "documents": documents, "weights": weights, "mask": mask}
         with keep_saved(self.saved):
-            loss: Tensor = self.module(
-                tokens, labels, keys=keys, positions=self.positions, documents=documents, weights=weights
-            )
+            loss: Tensor = self.module(tokens, labels, **options)
         return loss
 
     def measure_norm(self) -> Tensor:
@@ -122,11 +127,12 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
     chunks = split_pipeline(model, mesh, plan.parallel) if mesh.pp_group is not None else []
     parts = shard_tensor(model, mesh, is_sequence=plan.parallel.sequence_parallel)
     join_copies(model, mesh, parts, plan.parallel)
+    shard_experts(model, mesh, parts, plan.parallel)
     share_context(model, mesh, plan.parallel.cp_kind)
     if fill is not None:
         fill(model, parts)
-    for weight in model.parameters():
-        copy_from_first(weight.data, mesh.gradient_group)
+    for name, weight in model.named_parameters():
+        copy_from_first(weight.data, mesh.edp_group if name in parts.experts else mesh.gradient_group)
     apply_recompute(model, plan.recompute, plan.recomputed_parts, chunks=[chunk.blocks for chunk in chunks])
     if plan.is_compiled:
         compile_blocks(model, is_whole=mesh.tp_group is None and mesh.cp_group is None)
@@ -140,7 +146,8 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
         positions = cut_positions(plan.seq_len, mesh.layout.cp, mesh.cp_rank, plan.parallel.cp_kind)
     for chunk in chunks:
         chunk.positions, chunk.saved = positions, saved
-    return ParallelModel(model, gradients, parts, saved, positions, pipeline)
+    load = None if model.config.num_experts is None else ExpertLoad(model, model.config, mesh)
+    return ParallelModel(model, gradients, parts, saved, positions, pipeline, load)
 
 
 def collect_gradients(model: GPT, mesh: Mesh, parts: ShardMap, plan: Plan) -> MainGradients | DividedGradients:

@@ -58,17 +58,67 @@ class Slot:
         return flat[self.start : self.start + self.weight.numel()].view_as(self.weight)
 
 
+@dataclass(frozen=True, slots=True)
+class Sharers:
+    """The ranks with the same weights.
+
+    Args:
+        group: all of them, whose gradients are summed.
+        shard_group: those among which ZeRO divides states.
+        replicate_group: those with the same part of the states.
+        divisor: into how many parts states are divided.
+        place: number of this rank's part.
+        is_answering: whether this rank answers for what it keeps, and not another with the same.
+        is_first: whether it answers for the weights.
+    """
+
+    group: dist.ProcessGroup | None
+    shard_group: dist.ProcessGroup | None
+    replicate_group: dist.ProcessGroup | None
+    divisor: int
+    place: int
+    is_answering: bool
+    is_first: bool
+
+    @classmethod
+    def of(cls, mesh: Mesh, *, is_divided: bool, is_expert: bool) -> Sharers:
+        """Those of dense weights (data and context), or of experts."""
+        if is_expert:
+            group, place, first = mesh.edp_group, mesh.edp_rank, mesh.edp_rank == 0
+            return cls(
+                group=group,
+                shard_group=group,
+                replicate_group=None,
+                divisor=mesh.layout.edp if is_divided else 1,
+                place=place if is_divided else 0,
+                is_answering=first or is_divided,
+                is_first=first,
+            )
+        has_parts = is_divided and mesh.shard_group is not None
+        return cls(
+            group=mesh.gradient_group,
+            shard_group=mesh.shard_group,
+            replicate_group=mesh.replicate_group,
+            divisor=mesh.layout.dp_shard * mesh.layout.cp if is_divided else 1,
+            place=dist.get_rank(mesh.shard_group) if has_parts else 0,
+            is_answering=mesh.dp_rank < mesh.layout.dp_shard if has_parts else mesh.is_replica_first,
+            is_first=mesh.is_replica_first,
+        )
+
+
 @dataclass(slots=True)
 class Bucket:
     """Neighbouring gradients that travel at once.
 
     Args:
         slots: the weights, in the order of backward.
+        sharers: the ranks with the same weights.
         size: elements of the buffer, the same on every rank of a group.
         own: the run of it that this rank reduces and steps.
     """
 
     slots: list[Slot]
+    sharers: Sharers
     size: int
     own: slice
     is_late: bool
@@ -97,37 +147,41 @@ def sum_squares(runs: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def make_buckets(
-    named: Sequence[tuple[str, nn.Parameter]], parts: ShardMap, bucket_size: int, divisor: int, own: int
+    named: Sequence[tuple[str, nn.Parameter]], parts: ShardMap, bucket_size: int, mesh: Mesh, *, is_divided: bool
 ) -> list[Bucket]:
     """Cut the weights, last one first, into buckets of about `bucket_size` elements.
 
-    Sizes are those of full weights, so that ranks that hold unequal parts cut at the same weights. A weight with terms
-    on other stages of the pipeline has a bucket of its own, at the end.
+    Sizes are those of full weights, so that ranks that hold unequal parts cut at the same weights. Weights of a bucket
+    have one dtype and the same sharers. A weight with terms on other stages of the pipeline has a bucket of its own, at
+    the end.
     """
-    runs: list[list[Slot]] = [[]]
+    sharers = [Sharers.of(mesh, is_divided=is_divided, is_expert=is_expert) for is_expert in (False, True)]
+    open_runs: dict[tuple[bool, torch.dtype], list[Slot]] = {}
+    sizes: dict[tuple[bool, torch.dtype], int] = {}
+    full: list[list[Slot]] = []
     late: list[list[Slot]] = []
-    num_full = 0
     for name, weight in reversed(named):
         slot = Slot(name, weight, 0, parts.shards[name], parts.sums.get(name, ()))
         if any(term.is_late for term in slot.sums):
             late.append([slot])
             continue
-        if runs[-1] and num_full + torch.Size(slot.shard.shape).numel() > bucket_size:
-            runs.append([])
-            num_full = 0
-        runs[-1].append(slot)
-        num_full += torch.Size(slot.shard.shape).numel()
-    return [_make_bucket(slots, divisor, own) for slots in [*runs, *late] if slots]
+        kind, length = (name in parts.experts, weight.dtype), torch.Size(slot.shard.shape).numel()
+        if kind in open_runs and sizes[kind] + length > bucket_size:
+            full.append(open_runs.pop(kind))
+        open_runs.setdefault(kind, []).append(slot)
+        sizes[kind] = (sizes[kind] if len(open_runs[kind]) > 1 else 0) + length
+    runs = [*full, *open_runs.values(), *late]
+    return [_make_bucket(slots, sharers[slots[0].name in parts.experts]) for slots in runs]
 
 
-def _make_bucket(slots: list[Slot], divisor: int, own: int) -> Bucket:
-    size = 0
+def _make_bucket(slots: list[Slot], sharers: Sharers) -> Bucket:
+    size, divisor, own = 0, sharers.divisor, sharers.place
     for slot in slots:
         slot.start = size
         size += -(-slot.weight.numel() // _ALIGNMENT) * _ALIGNMENT
     length = -(-size // (divisor * _ALIGNMENT)) * _ALIGNMENT
     is_late = any(term.is_late for slot in slots for term in slot.sums)
-    return Bucket(slots, length * divisor, slice(own * length, (own + 1) * length), is_late)
+    return Bucket(slots, sharers, length * divisor, slice(own * length, (own + 1) * length), is_late)
 
 
 def expose(bucket: Bucket, slot: Slot) -> MainParameter | None:
@@ -158,11 +212,11 @@ def add_terms(views: Iterable[tuple[Tensor, tuple[GradientSum, ...]]], mesh: Mes
             own.copy_(total.view_as(own))
 
 
-def find_owned(buckets: Sequence[Bucket], mesh: Mesh) -> Iterable[Tensor]:
+def find_owned(buckets: Sequence[Bucket]) -> Iterable[Tensor]:
     """Runs of the kept gradients that this rank answers for; none where another rank has the same."""
-    is_divided = buckets[0].weights is not None and mesh.shard_group is not None
-    is_answering = mesh.dp_rank < mesh.layout.dp_shard if is_divided else mesh.is_replica_first
-    for bucket in buckets if is_answering else ():
+    for bucket in buckets:
+        if not bucket.sharers.is_answering:
+            continue
         if all(slot.shard.is_owned for slot in bucket.slots):
             yield bucket.kept
             continue

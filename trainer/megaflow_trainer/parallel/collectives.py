@@ -1,7 +1,8 @@
 """The few collectives of the trainer. A group of None is a single rank: nothing is sent.
 
 Those with a gradient come in pairs, each the other's backward: `copy_into` and `sum_from` (the f and g of Megatron's
-tensor parallelism), `gather_tokens` and `scatter_sums` (the same with tokens divided), `exchange` and itself.
+tensor parallelism), `gather_tokens` and `scatter_sums` (the same with tokens divided), `split_tokens` and `join_tokens`
+(all ranks have all tokens, each computes for some), `exchange` and itself.
 """
 
 from __future__ import annotations
@@ -103,6 +104,20 @@ def scatter_sums(x: Tensor, group: dist.ProcessGroup | None, dim: int = 1, *, me
 
 
 @torch.compiler.disable
+def split_tokens(x: Tensor, group: dist.ProcessGroup | None, dim: int = 1, *, meter: Meter | None = None) -> Tensor:
+    """This rank's run along `dim` of what all ranks of `group` have alike; backward joins gradients (all-gather)."""
+    part: Tensor = x if group is None else _SplitTokens.apply(x, group, dim, meter)
+    return part
+
+
+@torch.compiler.disable
+def join_tokens(x: Tensor, group: dist.ProcessGroup | None, dim: int = 1, *, meter: Meter | None = None) -> Tensor:
+    """Runs of all ranks of `group` joined along `dim` (all-gather), for all to go on alike; backward takes its own."""
+    joined: Tensor = x if group is None else _JoinTokens.apply(x, group, dim, meter)
+    return joined
+
+
+@torch.compiler.disable
 def exchange(x: Tensor, group: dist.ProcessGroup | None, *, cut: int, join: int, meter: Meter | None = None) -> Tensor:
     """Cut `x` along one dim into a part for each rank and join what arrives along another (all-to-all)."""
     arrived: Tensor = x if group is None else _Exchange.apply(x, group, cut, join, meter)
@@ -125,6 +140,12 @@ def scatter_along(x: Tensor, group: dist.ProcessGroup, dim: int, meter: Meter | 
     with sending(meter, "reduce_scatter", parts, group):
         dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=group)
     return out
+
+
+def take_along(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """This rank's run along `dim`; nothing is sent and there is no gradient."""
+    length = x.shape[dim] // dist.get_world_size(group)
+    return x.narrow(dim, dist.get_rank(group) * length, length).contiguous()
 
 
 def exchange_along(x: Tensor, group: dist.ProcessGroup, cut: int, join: int, meter: Meter | None = None) -> Tensor:
@@ -181,6 +202,28 @@ class _ScatterSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return gather_along(grad, ctx.group, ctx.dim, ctx.meter), None, None, None
+
+
+class _SplitTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, meter: Meter | None) -> Tensor:
+        ctx.group, ctx.dim, ctx.meter = group, dim, meter
+        return take_along(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather_along(grad, ctx.group, ctx.dim, ctx.meter), None, None, None
+
+
+class _JoinTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, meter: Meter | None) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return gather_along(x, group, dim, meter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return take_along(grad, ctx.group, ctx.dim), None, None, None
 
 
 class _Exchange(torch.autograd.Function):

@@ -15,7 +15,8 @@ Bytes a step and weight (fp32 gradients, bf16 weights, n ranks): ZeRO 0 all-redu
 (n-1)/n x 4 and all-gather (n-1)/n x 2; ZeRO 2 the reduce-scatter once a micro-batch.
 
 Other axes. Terms of a gradient that lie on other ranks (`GradientSum`) are added before a bucket is sent. The norm
-counts every element on the one rank that answers for it and adds the ranks' squares.
+counts every element on the one rank that answers for it and adds the ranks' squares. Experts that lie on other ranks
+than the layers around them have buckets of their own, which travel among the ranks with the same experts.
 """
 
 from __future__ import annotations
@@ -63,21 +64,21 @@ class MainGradients:
         named = list(model.named_parameters())
         self.device, weight_dtype = named[0][1].device, named[0][1].dtype
         self.dtype = torch.float64 if weight_dtype == torch.float64 else options.dtype
-        self.divisor = mesh.layout.dp_shard * mesh.layout.cp if options.zero else 1
-        own = 0 if mesh.shard_group is None or not options.zero else dist.get_rank(mesh.shard_group)
-        self.buckets = make_buckets(named, parts, options.bucket_size, self.divisor, own)
+        self.buckets = make_buckets(named, parts, options.bucket_size, mesh, is_divided=options.zero > 0)
+        is_divided = any(bucket.sharers.divisor > 1 for bucket in self.buckets)
         self.parameters: list[MainParameter] = []
         self.num_micro_batches, self.num_sent = 1, 0
         for bucket in self.buckets:
-            self._give_memory(bucket, weight_dtype)
+            self._give_memory(bucket)
         order = {name: number for number, (name, _) in enumerate(named)}
         self.parameters.sort(key=lambda main: order[main.name])
-        if options.zero and self.divisor > 1 and options.overlaps:
+        if is_divided and options.overlaps:
             _wait_in_forward(model, self.buckets, self._receive)
-        self.has_all = mesh.model_group is None and self.divisor == 1
-        self.owned = self.kept if self.has_all else list(find_owned(self.buckets, mesh))
+        self.has_experts_apart = mesh.layout.ep > 1 or mesh.layout.etp != mesh.layout.tp
+        self.has_all = mesh.model_group is None and not is_divided and not self.has_experts_apart
+        self.owned = self.kept if self.has_all else list(find_owned(self.buckets))
 
-    def _give_memory(self, bucket: Bucket, weight_dtype: torch.dtype) -> None:
+    def _give_memory(self, bucket: Bucket) -> None:
         """Buffers of a bucket, hooks of its weights, and what the optimizer sees of them."""
         is_kept_full = self.options.zero < 2
         length = bucket.own.stop - bucket.own.start
@@ -86,7 +87,7 @@ class MainGradients:
             bucket.full = kept
         bucket.kept = kept[bucket.own] if is_kept_full else kept
         if self.options.zero:
-            bucket.weights = torch.zeros(bucket.size, dtype=weight_dtype, device=self.device)
+            bucket.weights = torch.zeros(bucket.size, dtype=bucket.slots[0].weight.dtype, device=self.device)
         for slot in bucket.slots:
             if bucket.weights is not None:
                 view = slot.view(bucket.weights)
@@ -156,16 +157,16 @@ class MainGradients:
         """Add terms of other ranks, then start the reduction of a bucket."""
         assert bucket.full is not None, "it has a gradient"
         add_terms(((slot.view(bucket.full), slot.sums) for slot in bucket.slots), self.mesh)
-        mesh, is_async, meter = self.mesh, self.options.overlaps, self.mesh.meter("dp")
+        sharers, is_async, meter = bucket.sharers, self.options.overlaps, self.mesh.meter("dp")
         if self.options.zero == 0:
-            if mesh.gradient_group is not None:
-                with meter.send("all_reduce", bucket.full, mesh.gradient_group, is_background=is_async):
-                    bucket.handle = dist.all_reduce(bucket.full, group=mesh.gradient_group, async_op=is_async)
-        elif mesh.shard_group is not None:
+            if sharers.group is not None:
+                with meter.send("all_reduce", bucket.full, sharers.group, is_background=is_async):
+                    bucket.handle = dist.all_reduce(bucket.full, group=sharers.group, async_op=is_async)
+        elif sharers.shard_group is not None:
             bucket.received = torch.empty_like(bucket.kept)
-            with meter.send("reduce_scatter", bucket.full, mesh.shard_group, is_background=is_async):
+            with meter.send("reduce_scatter", bucket.full, sharers.shard_group, is_background=is_async):
                 bucket.handle = dist.reduce_scatter_tensor(
-                    bucket.received, bucket.full, group=mesh.shard_group, async_op=is_async
+                    bucket.received, bucket.full, group=sharers.shard_group, async_op=is_async
                 )
         elif self.options.zero == 2:
             bucket.received = bucket.full
@@ -198,7 +199,7 @@ class MainGradients:
         for bucket in self.buckets:
             self._finish(bucket)
             if self.options.zero:
-                sum_over(bucket.kept, self.mesh.replicate_group, self.mesh.meter("dp"))
+                sum_over(bucket.kept, bucket.sharers.replicate_group, self.mesh.meter("dp"))
 
     def norm(self) -> Tensor:
         """Global 2-norm, fp32 scalar on the device (fp64 in fp64). Every element of the model is counted once."""
@@ -218,10 +219,16 @@ class MainGradients:
     def measure_weights(self) -> Tensor:
         """2-norm of the weights, as `norm` is of the gradients; waits for weights that are on their way."""
         self.receive_weights()
-        slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        owned = [run for slot in slots for run in slot.shard.list_owned(slot.weight.detach())]
+        owned = [
+            run
+            for bucket in self.buckets
+            if bucket.sharers.is_first or not self.has_experts_apart
+            for slot in bucket.slots
+            for run in slot.shard.list_owned(slot.weight.detach())
+        ]
         square = sum_squares(owned, self.device)
-        sum_over(square, self.mesh.model_group, self.mesh.meter("world"))
+        group = self.mesh.world_group if self.has_experts_apart else self.mesh.model_group
+        sum_over(square, group, self.mesh.meter("world"))
         return square.sqrt().to(torch.promote_types(self.dtype, torch.float32))
 
     def scale(self, factor: Tensor) -> None:
@@ -231,11 +238,13 @@ class MainGradients:
 
     def share_weights(self) -> None:
         """Send the weights that this rank has stepped to the others, in the order in which forward needs them."""
-        if self.options.zero == 0 or self.mesh.shard_group is None:
+        if self.options.zero == 0:
             return
         for bucket in reversed(self.buckets):
             assert bucket.weights is not None
-            group = self.mesh.shard_group
+            group = bucket.sharers.shard_group
+            if group is None:
+                continue
             self.mesh.meter("dp").send("all_gather", bucket.weights, group, is_background=True)
             bucket.handle = dist.all_gather_into_tensor(
                 bucket.weights, bucket.weights[bucket.own].clone(), group=group, async_op=True

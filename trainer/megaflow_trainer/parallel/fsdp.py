@@ -24,6 +24,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megaflow_trainer.model.gpt import GPT, Block
+from megaflow_trainer.model.moe import list_routers
+from megaflow_trainer.model.routing import Router
 from megaflow_trainer.parallel.buckets import MainParameter, add_terms, sum_squares
 from megaflow_trainer.parallel.collectives import sum_over
 from megaflow_trainer.parallel.mesh import Mesh
@@ -33,10 +35,11 @@ from megaflow_trainer.parallel.shards import GradientSum, Shard, ShardMap
 def divide_weights(model: GPT, mesh: Mesh, *, compute_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     """Divide the weights of a model among the shard ranks of `mesh`, of which there are several."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=grad_dtype)
+    as_it_is = MixedPrecisionPolicy(cast_forward_inputs=False)  # routers compute in fp32
     ranks = make_fsdp_mesh(mesh)
     units = [module for module in model.modules() if isinstance(module, Block)]
-    for unit in (*units, model):
-        fully_shard(unit, mesh=ranks, mp_policy=policy)
+    for unit in (*list_routers(model), *units, model):
+        fully_shard(unit, mesh=ranks, mp_policy=as_it_is if isinstance(unit, Router) else policy)
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)

@@ -1,7 +1,8 @@
 """What makes a step faster without changing its maths: compiled blocks, and gradients that products accumulate.
 
 Compiled: each block by itself, with static shapes, so that all blocks share one compilation; whole, or where ranks
-share layers or sequences the parts between their collectives. Accumulated: `ops/accumulate.py`, for the linear layers
+share layers or sequences the parts between their collectives; of a block with experts, whose sizes change from step to
+step, attention and the activation function. Accumulated: `ops/accumulate.py`, for the linear layers
 of the blocks and for the output projection, where the main gradients are wider than the weights and their buffer is
 whole (ZeRO 0 and 1, no pipeline, layers not shared by ranks).
 """
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from megaflow_trainer.model.gpt import GPT, Block
+from megaflow_trainer.model.moe import MoE
 from megaflow_trainer.ops.accumulate import AccumulatingLoss, accumulate_linear, score_chunk
 from megaflow_trainer.parallel.buckets import Bucket, Slot
 from megaflow_trainer.parallel.data import MainGradients
+
+ROUTER = ".router.weight"
 
 
 def compile_blocks(model: GPT, *, is_whole: bool) -> None:
@@ -22,13 +26,20 @@ def compile_blocks(model: GPT, *, is_whole: bool) -> None:
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
     for block in blocks:
-        block.forward = torch.compile(block.forward, fullgraph=is_whole, dynamic=False)  # type: ignore[method-assign]
+        if isinstance(block.mlp, MoE):
+            block.attend = torch.compile(block.attend, fullgraph=is_whole, dynamic=False)  # type: ignore[method-assign]
+            experts = block.mlp.experts
+            experts.activate = torch.compile(experts.activate, dynamic=True)  # type: ignore[method-assign]
+        else:
+            block.forward = torch.compile(block.forward, fullgraph=is_whole, dynamic=False)  # type: ignore[method-assign]
 
 
 def can_accumulate(gradients: MainGradients) -> bool:
-    """Whether products may add to the main gradients: wider than the weights, and in one buffer all the time."""
+    """Whether products may add to the main gradients: wider than the weights (those of routers apart, which are in fp32
+    and have no such product), and in one buffer all the time.
+    """
     slots = [slot for bucket in gradients.buckets for slot in bucket.slots]
-    is_wider = all(slot.weight.dtype != gradients.dtype for slot in slots)
+    is_wider = all(slot.weight.dtype != gradients.dtype for slot in slots if not slot.name.endswith(ROUTER))
     return gradients.options.zero < 2 and is_wider
 
 

@@ -70,12 +70,17 @@ class Mesh:
     """Ranks whose losses add up to that of the batch: all but those that share layers."""
     model_group: dist.ProcessGroup | None = None
     """Ranks that hold one model together: layers and stages."""
+    ep_rank: int = 0
+    etp_rank: int = 0
+    edp_rank: int = 0
     ep_group: dist.ProcessGroup | None = None
     """Ranks that share the experts of a layer."""
     etp_group: dist.ProcessGroup | None = None
     """Ranks that share one expert."""
+    expert_group: dist.ProcessGroup | None = None
+    """Ranks that hold all experts of a layer together: those of the two groups above, experts first."""
     edp_group: dist.ProcessGroup | None = None
-    """Ranks with the same experts."""
+    """Ranks with the same experts: gradients of experts are summed over them."""
     kv_group: dist.ProcessGroup | None = None
     """Ranks with the same key/value head, where there are fewer heads than tensor-parallel ranks."""
     embedding_group: dist.ProcessGroup | None = None
@@ -87,7 +92,7 @@ class Mesh:
         return self.rank == 0
 
     def meter(self, axis: str) -> Meter:
-        """What counts messages along an axis: tp, cp, dp, pp or world."""
+        """What counts messages along an axis: tp, cp, ep, dp, pp or world."""
         return Meter(self.traffic, axis)
 
     @property
@@ -149,7 +154,7 @@ def build_mesh(launch: Launch, device: torch.device, backend: str, layout: Layou
     def make(*along: str, axes: tuple[str, ...] = AXES) -> dist.ProcessGroup | None:
         return groups.make(layout.peers(rank, along, axes))
 
-    place = layout.place(rank)
+    place, expert_place = layout.place(rank), layout.place(rank, EXPERT_AXES)
     sharers, stages = layout.peers(rank, ("tp",)), layout.peers(rank, ("pp",))
     first_sharer = place["tp"] // layout.kv_copies * layout.kv_copies
     return Mesh(
@@ -175,9 +180,13 @@ def build_mesh(launch: Launch, device: torch.device, backend: str, layout: Layou
         replicate_group=make("dp_replicate"),
         loss_group=make("pp", "dp_replicate", "dp_shard", "cp"),
         model_group=make("pp", "tp"),
-        ep_group=make("ep", axes=EXPERT_AXES) if layout.ep > 1 else None,
-        etp_group=make("etp", axes=EXPERT_AXES) if layout.ep > 1 else None,
-        edp_group=make("edp", axes=EXPERT_AXES) if layout.ep > 1 else None,
+        ep_rank=expert_place["ep"],
+        etp_rank=expert_place["etp"],
+        edp_rank=expert_place["edp"],
+        ep_group=make("ep", axes=EXPERT_AXES),
+        etp_group=make("etp", axes=EXPERT_AXES),
+        expert_group=make("ep", "etp", axes=EXPERT_AXES),
+        edp_group=make("edp", axes=EXPERT_AXES),
         kv_group=groups.make(sharers[first_sharer : first_sharer + layout.kv_copies]),
         embedding_group=groups.make_ends(stages, rank),
     )

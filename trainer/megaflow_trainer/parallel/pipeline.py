@@ -85,13 +85,19 @@ class Chunk(nn.Module):
         self._model = [model]  # in a list: its parameters are not all this chunk's
 
     def forward(
-        self, x: Tensor, *, labels: Tensor, keys: Tensor | None = None, documents: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        labels: Tensor,
+        keys: Tensor | None = None,
+        documents: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Tokens `[b, s]` or the stage before's `[b, s, h]` to `[b, s, h]`, or on the last chunk to losses `[b, s]`."""
+        options = {"keys": keys, "positions": self.positions, "documents": documents, "weights": weights}
         with keep_saved(self.saved):
             model = self._model[0]
-            context = make_context(model.config, labels, keys=keys, positions=self.positions, documents=documents)
-            return self._compute(model, x, labels, context)
+            return self._compute(model, x, labels, make_context(model.config, labels, **options))
 
     def _compute(self, model: GPT, x: Tensor, labels: Tensor, context: Context) -> Tensor:
         if self.is_first:
@@ -245,6 +251,8 @@ class Pipeline:
         schedule = self._find_schedule(len(batches), batches[0].tokens.shape, is_training=is_training)
         self.lift, self.sample_losses = lift, []
         options: dict[str, Any] = {"labels": torch.cat([batch.labels for batch in batches])}
+        if any(batch.mask is not None for batch in batches):
+            options["weights"] = torch.cat([_weigh(batch) for batch in batches])
         if batches[0].keys is not None:
             options["keys"] = torch.cat([batch.keys for batch in batches if batch.keys is not None])
         if batches[0].documents is not None:

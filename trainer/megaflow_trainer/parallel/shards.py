@@ -102,6 +102,10 @@ class ShardMap:
 
     shards: dict[str, Shard]
     sums: dict[str, tuple[GradientSum, ...]]
+    experts: frozenset[str] = frozenset()
+    """Weights of experts where these lie on other ranks than the layers around them: their gradients are summed over
+    the ranks with the same experts.
+    """
 
     @classmethod
     def of(cls, model: nn.Module, *, is_owned: bool = True) -> ShardMap:

@@ -38,6 +38,7 @@ from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.attention import Attention, LatentAttention
 from megaflow_trainer.model.context import Context, Dropout
 from megaflow_trainer.model.gpt import GPT, Absent
+from megaflow_trainer.model.mlp import Mlp
 from megaflow_trainer.parallel.collectives import copy_into, gather_tokens, scatter_sums, sum_from
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.shards import GradientSum, Piece, Shard, ShardMap, run, whole
@@ -142,6 +143,12 @@ def enter_before_plain(module: nn.Module, name: str, ranks: TensorRanks) -> None
         module.num_heads //= ranks.size
         if module.q_down is None:
             enter_before(module.q_up, f"{name}.q_up", ranks)
+
+
+def enter_before_mlp(module: nn.Module, name: str, ranks: TensorRanks) -> None:
+    """A dense MLP, or the part of a layer with experts that all tokens pass; experts themselves lie elsewhere."""
+    if isinstance(module, Mlp):
+        enter_before(module, name, ranks)
 
 
 def enter_behind(module: nn.Module, name: str, ranks: TensorRanks) -> None:
@@ -268,9 +275,13 @@ PLAN: tuple[tuple[str, Style], ...] = (
     ("*.attention.q_up", cut_columns),
     ("*.attention.kv_up", cut_columns),
     ("*.attention.proj", cut_rows),
-    ("*.mlp", enter_before),
+    ("*.mlp", enter_before_mlp),
     ("*.mlp.gate", cut_columns),
     ("*.mlp.up", cut_columns),
     ("*.mlp.down", cut_rows),
+    ("*.mlp.shared", enter_before_mlp),
+    ("*.mlp.shared.gate", cut_columns),
+    ("*.mlp.shared.up", cut_columns),
+    ("*.mlp.shared.down", cut_rows),
 )
 """Which parts of a model are cut how, by name; what is not here is copied."""

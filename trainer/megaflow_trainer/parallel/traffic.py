@@ -1,8 +1,9 @@
 """What ranks send to each other in a step, by axis and kind, and how long this rank waited for it.
 
 Bytes are those that one rank sends where a collective of n ranks goes round a ring, S the bytes of the whole tensor:
-all-reduce 2 (n-1)/n S, reduce-scatter, all-gather and all-to-all (n-1)/n S, a message between two ranks S. They are
-counted where the call is made and wait for nothing. Objects that ranks exchange between steps are not counted.
+all-reduce 2 (n-1)/n S, reduce-scatter, all-gather and all-to-all (n-1)/n S, a message between two ranks S, and an
+all-to-all of unequal parts what goes to other ranks. They are counted where the call is made and wait for nothing.
+Objects that ranks exchange between steps are not counted.
 
 Time is what the stream that computes waited: the time inside calls that block and in waiting for those that were
 started early. On a GPU it is taken by events, read when the step is over, and only in steps that are timed.
@@ -11,7 +12,7 @@ started early. On a GPU it is taken by events, read when the step is over, and o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,6 +118,14 @@ class Meter:
         share = _TIMES[kind] * (size - 1) / size
         self.traffic.count(self.axis, kind, tensor.numel() * tensor.element_size() * share, is_background=is_background)
         return nullcontext() if is_background else self.traffic.wait(self.axis, kind)
+
+    def send_rows(
+        self, rows: Tensor, counts: Sequence[int], group: dist.ProcessGroup, *, is_background: bool = False
+    ) -> None:
+        """Count an all-to-all that is started early and sends `counts` rows to each rank; this one's own stay."""
+        sent = sum(counts) - counts[dist.get_rank(group)]
+        row_bytes = rows.shape[1] * rows.element_size()
+        self.traffic.count(self.axis, "all_to_all", sent * row_bytes, is_background=is_background)
 
     def wait(self, kind: str) -> AbstractContextManager[None]:
         """The context in which something is waited for that was started early."""

@@ -19,12 +19,14 @@ from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import ATTENTION
+from megaflow_trainer.ops.grouped import choose_product
 from megaflow_trainer.ops.registry import Need, choose
 from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
 from megaflow_trainer.optim.scaler import build_scaler
 from megaflow_trainer.optim.schedule import Planner, build_planner
 from megaflow_trainer.parallel.apply import ParallelModel, Plan, parallelize
 from megaflow_trainer.parallel.collectives import do_on_first
+from megaflow_trainer.parallel.load import list_biases
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.shards import ShardMap
 from megaflow_trainer.training.clock import Clock
@@ -113,7 +115,9 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     )
     attention = choose("attention", ATTENTION, config.model.attention, need)
     kept = torch.promote_types(dtype, torch.float32) if config.parallel.zero == 3 else dtype
-    model = build_gpt(config.model, Sockets(attention=attention.function), device=torch.device("meta"), dtype=kept)
+    product = choose_product(config.model.expert_kernel, mesh.device, dtype)
+    sockets = Sockets(attention=attention.function, product=product)
+    model = build_gpt(config.model, sockets, device=torch.device("meta"), dtype=kept)
 
     def fill(model: GPT, parts: ShardMap) -> None:
         model.to_empty(device=mesh.device)
@@ -155,6 +159,7 @@ def start_from(folder: Path, model: GPT, parts: ShardMap, config: TrainConfig, m
     """Take the initial weights from a folder; the first rank reads."""
     assert config.model.vocab_size is not None, "known once the data are open"
     targets = {name: hold(weight.data, parts.shards[name]) for name, weight in model.named_parameters()}
+    targets |= {name: hold(bias) for name, bias in list_biases(model).items()}
     path, lines = fill_weights(
         targets,
         lambda: read_weights(folder, config.model),

@@ -56,6 +56,7 @@ class Ledger:
         skipped = is_skipped if isinstance(is_skipped, Tensor) else torch.tensor(is_skipped)
         norm = report.param_norm
         others = {f"{name}_loss": loss for name, loss in report.side_losses.items()}
+        others |= {} if report.load is None else report.load.list_values()
         if report.saved is not None and report.saved.error is not None:
             others["saved_error"] = report.saved.error
         parts = [report.loss, report.grad_norm, report.loss if norm is None else norm, skipped, *others.values()]

@@ -64,7 +64,15 @@ class MetricsLog:
             say(self.mesh, format_line(values, self.config.last_step))
             for line in describe_stragglers(values, self.config.guard.straggler_ratio):
                 say(self.mesh, line)
+            self._warn_of_dead(result, values)
             self.results = []
+
+    def _warn_of_dead(self, result: StepResult, values: Mapping[str, Any]) -> None:
+        load = result.report.load
+        line = load.describe_dead() if load is not None and values.get("dead_experts") else None
+        if line is not None:
+            self._put({"iteration": result.step, "event": "dead_experts", "text": line})
+            say(self.mesh, f" warning: {line}")
 
     def write_validation(self, step: int, loss: float) -> None:
         """Write the result of an evaluation."""
@@ -154,6 +162,8 @@ def format_line(values: Mapping[str, Any], num_steps: int) -> str:
     extras = "".join(
         f" | {name[:-5]} loss: {values[name]:.6E}" for name in values if re.fullmatch(r"mtp_\d+_loss", name)
     )
+    if "expert_entropy" in values:
+        extras += describe_load(values)
     if "pipeline_bubble" in values:
         extras += f" | pipeline bubble: {values['pipeline_bubble']:.1%}"
     if "kept_bytes" in values:
@@ -182,6 +192,16 @@ def describe_traffic(traffic: Mapping[str, Mapping[str, Mapping[str, float]]]) -
         sent, waited = (sum(kind[name] for kind in kinds.values()) for name in ("sent_bytes", "waited_s"))
         parts.append(f"{axis} {sent / 2**20:.2f}, {waited * 1e3:.2f}")
     return f" | sent (MiB), waited (ms): {'; '.join(parts)}" if parts else ""
+
+
+def describe_load(values: Mapping[str, Any]) -> str:
+    """The part of the line that is about experts."""
+    tokens = "/".join(f"{values[f'expert_tokens_{name}']:.0f}" for name in ("min", "mean", "max"))
+    text = f" | tokens per expert: {tokens}, entropy {values['expert_entropy']:.4f}"
+    for name, spelled in (("balance_loss", "balance loss"), ("router_z_loss", "router z-loss")):
+        text += f" | {spelled}: {values[name]:.6E}" if name in values else ""
+    text += f" | bias norm: {values['expert_bias_norm']:.4E}" if "expert_bias_norm" in values else ""
+    return text + (f" | dropped: {values['dropped_share']:.2%}" if values["dropped_share"] else "")
 
 
 def _perplexity(loss: float) -> float:

@@ -20,6 +20,7 @@ from megaflow_trainer.config.sections import CheckpointConfig, TrainConfig
 from megaflow_trainer.optim.optimizer import Optimizer
 from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
+from megaflow_trainer.parallel.load import list_biases
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.seed import get_rng_state, seed_dropout, set_rng_state
 from megaflow_trainer.training.feed import Feed
@@ -62,6 +63,7 @@ class TrainState:
             f"model/{name}": hold(weight, shards[name], start=start)
             for name, weight, start in self.model.gradients.list_weights()
         }
+        weights |= {f"model/{name}": held for name, held in self.list_biases().items()}
         streams = {f"rng/{name}.{mesh.rank}": hold(value) for name, value in get_rng_state(mesh).items()}
         return {**weights, **self.list_states(), **streams}
 
@@ -82,6 +84,10 @@ class TrainState:
             main.name: hold(self.optimizer.masters[main.name], shards[main.name], start=main.start)
             for main in self.model.gradients.parameters
         }
+
+    def list_biases(self) -> dict[str, Held]:
+        """The biases of routers, which are no weights, by their names."""
+        return {name: hold(bias) for name, bias in list_biases(self.model.module).items()}
 
     def spread_masters(self) -> None:
         """Round masters that were filled into the weights, on all ranks that use them."""
@@ -164,7 +170,7 @@ def take_weights(config: TrainConfig, state: TrainState, mesh: Mesh) -> None:
     folder = Path(config.checkpoint.load)
     assert config.model.vocab_size is not None, "known once the data are open"
     path, lines = fill_weights(
-        state.list_masters(),
+        {**state.list_masters(), **state.list_biases()},
         lambda: read_weights(folder, config.model, flag="--load"),
         mesh.world_group,
         vocab_size=config.model.vocab_size,
@@ -221,6 +227,7 @@ def list_targets(config: TrainConfig, state: TrainState, shapes: Mapping[str, tu
     for name, master in state.list_masters().items():
         full = f"optimizer/master.{name}"
         targets[full if full in shapes else f"model/{name}"] = master
+    targets |= {f"model/{name}": bias for name, bias in state.list_biases().items()}
     if config.checkpoint.loads_optimizer:
         targets |= {name: own for name, own in state.list_states().items() if not name.startswith("optimizer/master.")}
     return targets

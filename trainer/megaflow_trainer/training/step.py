@@ -15,6 +15,7 @@ from megaflow_trainer.optim.schedule import StepPlan
 from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.busy import StepSpans
 from megaflow_trainer.parallel.collectives import sum_over
+from megaflow_trainer.parallel.load import LoadReport
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.pipeline import MicroBatch, Pipeline
 from megaflow_trainer.parallel.saved import SavedReport
@@ -46,6 +47,8 @@ class StepReport:
     """When this rank computed, where the model is cut into stages."""
     flows: dict[tuple[str, str], Flow] = field(default_factory=dict)
     """What this rank sent, by axis and kind; the waiting is timed where the norm of the weights is measured."""
+    load: LoadReport | None = None
+    """What experts were chosen, where the model has experts and somebody needs it."""
 
 
 def train_step(
@@ -73,6 +76,8 @@ def train_step(
         totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # sum of losses, tokens that count
     report = StepReport(totals[0], totals[0], plan)
     lift, sides = _choose_lift(optimizer, config), SideLosses(mesh)
+    if model.load is not None:
+        model.load.start(lift)
     if model.pipeline is not None:
         batches = [take_own(model, feed.next()) for _ in range(plan.num_micro_batches)]
         keys = [_number_samples(plan, number, mesh, config) for number in range(plan.num_micro_batches)]
@@ -96,10 +101,13 @@ def train_step(
         sum_over(totals, mesh.loss_group, mesh.meter("world"))
         model.gradients.reduce()
         report.side_losses = sides.reduce()
+        report.load = None if model.load is None else model.load.finish(totals[1], is_wanted=has_norm)
     with clock.phase(OPTIMIZER):
         num_tokens = totals[1].clamp(min=1) * lift
         report.loss, report.grad_norm = totals[0] / totals[1].clamp(min=1), model.gradients.norm() / num_tokens
         _move(model, optimizer, report, config, num_tokens=num_tokens)
+        if model.load is not None:
+            model.load.move_biases(report.load, is_skipped=report.is_skipped)
         report.param_norm = model.measure_norm() if has_norm else None
         report.saved = None if model.saved is None else model.saved.report
     report.flows = mesh.traffic.take()
@@ -147,7 +155,7 @@ def sum_losses(
     """
     mask = torch.ones(batch.labels.shape, device=batch.labels.device) if batch.mask is None else batch.mask
     weights = mask if lift == 1 else mask * lift
-    losses = model(batch.tokens, batch.labels, keys, weights, batch.documents)  # [b, s]
+    losses = model(batch.tokens, batch.labels, keys, weights, batch.documents, batch.mask)  # [b, s]
     masked = losses if batch.mask is None else losses * mask
     return masked.sum(), torch.stack([masked.detach().sum(dim=1), mask.sum(dim=1)])
 
@@ -193,8 +201,8 @@ def add_pipeline(
 
 
 def _number_samples(plan: StepPlan, micro_batch: int, mesh: Mesh, config: TrainConfig) -> Tensor | None:
-    """Numbers from which the dropout of this rank's samples of a micro-batch follows; None without dropout."""
-    if not config.model.hidden_dropout:
+    """Numbers from which the noise of this rank's samples of a micro-batch follows; None without any."""
+    if not config.model.has_noise:
         return None
     size = config.step.sizes.micro_batch_size
     first = plan.first_sample + (micro_batch * mesh.dp_size + mesh.dp_rank) * size

@@ -1,0 +1,87 @@
+"""Experts saved on some ranks load on any others, biases of routers too; and what is saved has one form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.layouts import find_mesh, level_groups
+from helpers.pairs import write_pair
+from helpers.ranks import RankPool
+from helpers.runs import read_metrics, read_tensors, run_tiny
+from megaflow_trainer.config.layout import Layout
+from megaflow_trainer.parallel.mesh import Mesh
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+
+EP2, TP2 = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2"
+LAYOUTS = {
+    "one": ("", Layout()),
+    "ep2": (f"{EP2} --zero-stage 1", Layout(ep=2, dp_shard=2)),
+    "ep2.tp2": (f"{EP2} {TP2} --sequence-parallel --zero-stage 1", Layout(tp=2, ep=2, etp=2, dp_shard=2)),
+}
+SHAPE = (
+    "--num-experts 4 --moe-ffn-hidden-size 24 --swiglu --position-embedding-type rope --global-batch-size 4 "
+    "--micro-batch-size 2 --eval-interval 0 --adam-eps 1e-6 --lr-decay-style constant --lr-warmup-iters 0 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
+    "--moe-shared-expert-intermediate-size 16 --train-iters 4 --save-interval 1"
+).split()
+FIRST = 2
+BIAS = "model/blocks.1.mlp.router.expert_bias"
+
+
+def train_on(pool_mesh: Mesh, layout: Layout, prefix: str, flags: list[str]) -> int | None:
+    level_groups(pool_mesh)
+    mesh = find_mesh(pool_mesh, layout)
+    return run_tiny(prefix, flags, mesh) if pool_mesh.rank < layout.size else None
+
+
+def train(pool: RankPool, name: str, prefix: str, folder: Path, last: int, *flags: str) -> None:
+    words, layout = LAYOUTS[name]
+    places = ["--save", str(folder), "--run-dir", str(folder / "log"), "--exit-interval", str(last)]
+    codes = pool.run(train_on, layout, prefix, [*SHAPE, *words.split(), *places, *flags])
+    assert set(codes[: layout.size]) <= {0, 75, 76}, codes
+
+
+@pytest.fixture(scope="module")
+def saved(eight_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("experts")
+    prefix = write_pair(root / "toy")
+    for name in LAYOUTS:
+        train(eight_ranks, name, prefix, root / name, 4)
+    return {"prefix": prefix, "root": root}
+
+
+def compare(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    kept = {name for name in one if not name.startswith("rng/")}
+    assert kept == {name for name in other if not name.startswith("rng/")}
+    for name in kept:
+        scale = one[name].abs().max().item() + 1e-12
+        assert (one[name] - other[name]).abs().max().item() <= 2e-3 * scale, name
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_experts_saved_on_some_ranks_load_on_others(
+    eight_ranks: RankPool, saved: dict[str, Any], tmp_path: Path, source: str, target: str
+) -> None:
+    straight, checkpoint = saved["root"] / source, tmp_path / "from"
+    compare(read_tensors(saved["root"] / "one", FIRST), read_tensors(straight, FIRST))
+    checkpoint.mkdir()
+    (checkpoint / f"iter_{FIRST:07d}").symlink_to(straight / f"iter_{FIRST:07d}")
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text(str(FIRST))
+    train(eight_ranks, target, saved["prefix"], tmp_path / "to", 4, "--load", str(checkpoint))
+    expected, found = (
+        {row["iteration"]: (row["lm_loss"], row["grad_norm"]) for row in read_metrics(folder / "log")}
+        for folder in (straight, tmp_path / "to")
+    )
+    for step in (3, 4):
+        assert found[step] == pytest.approx(expected[step], rel=2e-5)
+    after, before = read_tensors(tmp_path / "to", 4), read_tensors(straight, FIRST)
+    assert torch.equal(after[BIAS], read_tensors(straight, 4)[BIAS])
+    assert after[BIAS].dtype == torch.float32
+    assert before[BIAS].abs().max().item() == pytest.approx(0.02, abs=0.011)
+    compare(read_tensors(straight, 4), after)

@@ -1,0 +1,152 @@
+"""Flags of experts that are seen in parts of the model or of the run, and not in a loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.runs import TINY, one_rank
+from megaflow.errors import MegaflowError
+from megaflow_trainer.config import TrainConfig, read_command
+from megaflow_trainer.config.layout import Layout, make_layout
+from megaflow_trainer.model.gpt import GPT
+from megaflow_trainer.model.moe import MoE
+from megaflow_trainer.ops.grouped import multiply_grouped, multiply_loop
+from megaflow_trainer.parallel.apply import ParallelModel
+from megaflow_trainer.parallel.expert import AllGather, AllToAll, shard_experts
+from megaflow_trainer.parallel.shards import ShardMap
+from megaflow_trainer.training.build import build_model
+
+
+def configure(flags: str, world_size: int = 1) -> TrainConfig:
+    words = [*TINY, "--train-iters", "1", "--data-path", "x", "--num-experts", "4", *flags.split()]
+    return read_command(words, world_size=world_size)[0]
+
+
+def build(flags: str) -> ParallelModel:
+    return build_model(configure(flags), one_rank())
+
+
+def find_layer(model: ParallelModel) -> MoE:
+    assert isinstance(model.module, GPT)
+    layer = model.module.blocks[0].get_submodule("mlp")
+    assert isinstance(layer, MoE)
+    return layer
+
+
+def test_tokens_travel_to_experts_as_the_flag_says() -> None:
+    found = []
+    for flags in ("alltoall", "allgather --moe-shared-expert-overlap"):
+        words = f"--expert-model-parallel-size 2 --moe-token-dispatcher-type {flags}"
+        mesh = dataclasses.replace(one_rank(), layout=Layout(ep=2, dp_replicate=2), expert_group=object())  # type: ignore[arg-type]
+        model = build("")
+        shard_experts(model.module, mesh, ShardMap.of(model.module), configure(words, world_size=2).parallel)
+        found.append((type(find_layer(model).dispatch), find_layer(model).overlaps))
+    assert found == [(AllToAll, False), (AllGather, True)]
+
+
+def test_experts_are_multiplied_as_the_flag_says() -> None:
+    flags = ("", "--moe-expert-kernel loop", "--moe-expert-kernel grouped", "--moe-grouped-gemm")
+    found = [find_layer(build(words)).experts.product for words in flags]
+    assert found == [multiply_loop, multiply_loop, multiply_grouped, multiply_grouped]
+    with pytest.raises(MegaflowError, match="cannot run on cpu in float64; use bf16, or --moe-expert-kernel loop"):
+        build("--moe-grouped-gemm --fp64")
+
+
+def test_biases_of_routers_move_by_their_rate() -> None:
+    tokens = torch.arange(34).view(2, 17)
+    moved: list[torch.Tensor] = []
+    counts: list[int] = []
+    for flags in ("--moe-router-enable-expert-bias", "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1"):
+        model = build(flags)
+        assert model.load is not None
+        model.load.start()
+        model(tokens[:, :-1], tokens[:, 1:])
+        model.load.move_biases(model.load.finish(torch.tensor(32.0), is_wanted=False), is_skipped=True)
+        router = find_layer(model).router
+        assert router.expert_bias is not None
+        assert router.expert_bias.abs().sum() == 0
+        model.load.move_biases(model.load.finish(torch.tensor(32.0), is_wanted=False), is_skipped=False)
+        counts = router.tally.counts.tolist()
+        moved.append(router.expert_bias)
+    expected = torch.tensor([(count < 16) - (count > 16) for count in counts])  # 64 choices, 4 experts
+    assert expected.abs().sum() > 0
+    assert torch.equal(moved[1], expected.float())
+    assert torch.allclose(moved[0], expected * 1e-3)
+    assert find_layer(build("")).router.expert_bias is None
+
+
+def test_padding_gives_every_expert_as_many_rows_as_it_may_take() -> None:
+    tokens = torch.arange(34).view(2, 17)
+    seen: list[list[int]] = []
+    for flags in ("", "--moe-pad-expert-input-to-capacity"):
+        model = build(f"--moe-expert-capacity-factor 1.5 {flags}")
+        find_layer(model).experts.register_forward_pre_hook(lambda _, args: seen.append(args[1].tolist()))
+        model(tokens[:, :-1], tokens[:, 1:])
+    assert seen[1] == [24] * 4  # 32 tokens x 2 / 4 experts x 1.5
+    assert max(seen[0]) <= 24
+    assert sum(seen[0]) <= 64
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--moe-router-topk 5", "(--moe-router-topk) 5 is above model.num_experts (--num-experts) 4; lower it"),
+        ("--moe-layer-freq [1]*3", "(3 entries for 2 layers) must be a number n (every n-th layer) or a list"),
+        ("--moe-layer-freq 0", "(every 0-th layer) must be"),
+        ("--moe-layer-freq __import__('os')", "(neither a number nor a list of zeros and ones) must be"),
+        ("--moe-router-num-groups 2", "are given together; give the other one too"),
+        ("--moe-router-num-groups 3 --moe-router-group-topk 1", "3 must divide model.num_experts (--num-experts) 4"),
+        ("--moe-router-score-function sigmoid --moe-router-pre-softmax", "is for model.router_score"),
+        ("--moe-pad-expert-input-to-capacity", "needs a capacity; give model.capacity_factor"),
+        ("--moe-expert-capacity-factor 0", "0 drops every token"),
+        ("--moe-router-load-balancing-type sinkhorn", "must be one of none, aux_loss, seq_aux_loss, global_aux_loss"),
+        ("--optimizer muon", "takes one matrix at a time, and those of experts lie stacked; use adamw"),
+    ],
+)
+def test_what_does_not_fit_is_said(flags: str, said: str) -> None:
+    with pytest.raises(MegaflowError) as caught:
+        configure(flags)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags, world, said",
+    [
+        ("--expert-model-parallel-size 3", 3, "4 is not divisible by parallel.ep (--expert-model-parallel-size) 3; "),
+        ("--expert-model-parallel-size 2", 3, "= 2 ranks share the experts of a layer, and do not divide the 3 ranks"),
+        ("--expert-tensor-parallel-size 3", 3, "model.expert_dim (--moe-ffn-hidden-size) 128 is not divisible by"),
+        ("--expert-model-parallel-size 2 --zero-stage 3", 2, "give zero 1 or 2, which divide their states"),
+        (
+            "--tensor-model-parallel-size 2 --moe-shared-expert-intermediate-size 15",
+            2,
+            "model.shared_dim (--moe-shared-expert-intermediate-size) 15 is not divisible by",
+        ),
+        ("--tensor-model-parallel-size 2 --seq-length 15", 2, "whose ranks divide the tokens that choose experts;"),
+    ],
+)
+def test_ranks_that_do_not_divide_experts_are_said(flags: str, world: int, said: str) -> None:
+    with pytest.raises(MegaflowError) as caught:
+        configure(flags, world_size=world)
+    assert said in str(caught.value)
+
+
+def test_experts_of_a_dense_model_are_asked_for() -> None:
+    words = [*TINY, "--train-iters", "1", "--data-path", "x", "--expert-model-parallel-size", "2"]
+    with pytest.raises(MegaflowError, match="2 divides experts, and the model has none; give"):
+        read_command(words, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "layout"), [("mixtral_8x7b", 32, "tp2.ep4.dp16"), ("deepseek_v3", 2048, "ep64.pp16.dp128")]
+)
+def test_a_recipe_is_read_and_laid_out(name: str, world: int, layout: str) -> None:
+    recipe = Path(__file__).parents[3] / "trainer" / "recipes" / f"{name}.yaml"
+    words = ["--config", str(recipe), "--data-path", "x", "--train-iters", "10"]
+    config, notes = read_command(words, world_size=world)
+    assert str(make_layout(config.parallel, world_size=world)) == layout
+    assert config.model.num_experts == {"mixtral_8x7b": 8, "deepseek_v3": 256}[name]
+    assert not [note for note in notes if "no effect" in note]

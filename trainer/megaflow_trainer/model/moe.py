@@ -1,0 +1,193 @@
+"""A layer with experts: a router, experts that see the tokens which chose them, and one that sees all.
+
+Tokens are put in the order of their experts (`take`), go through them, and come back as weighted sums (`combine`). Who
+holds which expert is left to a dispatcher: the one here has all of them.
+
+Legend: b micro-batch, s sequence, t = b s tokens, h hidden, k choices of a token, r rows in the order of the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model.context import Context
+from megaflow_trainer.model.experts import Experts
+from megaflow_trainer.model.mlp import Mlp
+from megaflow_trainer.model.routing import AddLoss, Router, Routing, count_chosen
+from megaflow_trainer.model.sockets import Sockets
+
+Beside = Callable[[], Tensor]
+"""Something to compute while tokens travel."""
+Dispatcher = Callable[[Tensor, Routing, nn.Module, Beside | None], tuple[Tensor, Tensor | None]]
+"""Tokens `[t, h]`, their routing, the experts of this rank, something to compute meanwhile; to the weighted sums
+`[t, h]` and what was computed meanwhile."""
+
+
+class MoE(nn.Module):
+    """Weighted sums of the experts that each token chose, and the expert that all tokens pass."""
+
+    def __init__(self, config: ModelConfig, sockets: Sockets, number: int) -> None:
+        super().__init__()
+        self.router = Router(config, -2 - number)
+        self.experts = Experts(config, sockets)
+        self.shared = Mlp(config, sockets, config.shared_dim) if config.shared_dim is not None else None
+        self.dispatch: Dispatcher = dispatch_local
+        self.overlaps = False
+
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """`[b, s, h]` to `[b, s, h]`."""
+        if self.shared is None:
+            return self.mix(x, context, None)[0]
+        shared = self.shared
+        y, beside = self.mix(x, context, (lambda: shared(x)) if self.overlaps else None)
+        return y + (shared(x) if beside is None else beside)
+
+    def mix(self, x: Tensor, context: Context | None, beside: Beside | None) -> tuple[Tensor, Tensor | None]:
+        """The part of the chosen experts, `[b, s, h]`, and what was computed meanwhile."""
+        routing = self.router(x, context)
+        y, meanwhile = self.dispatch(x.flatten(0, -2), routing, self.experts, beside)
+        if routing.loss is not None:
+            y = AddLoss.apply(y, routing.loss, self.router.lift)
+        return y.view_as(x), meanwhile
+
+
+def list_routers(model: nn.Module) -> list[Router]:
+    """The routers of a model, in the order of its layers."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where rows come from and where they go.
+
+    Args:
+        slots: of each row the choice that it serves, counted through `[t, k]`; t k for a row of padding. `[r]`
+        places: of each choice its row; r where it is not served. `[t, k]`
+        counts: rows of each expert, int64 `[e]`.
+    """
+
+    slots: Tensor
+    places: Tensor
+    counts: Tensor
+
+    @property
+    def sources(self) -> Tensor:
+        """The token of each row; t for a row of padding."""
+        return self.slots // self.places.shape[1]
+
+    def copy_parts(self, lengths: Tensor, times: int) -> Order:
+        """Each of the parts into which `lengths`, int64 `[p]`, cuts the rows `times` times in a row, as more choices:
+        `[r]` becomes `[times r]` and `[t, k]` becomes `[t, times k]`; results of all copies are combined.
+        """
+        (t, k), r = self.places.shape, len(self.slots)
+        inside = lengths.repeat_interleave(lengths, output_size=r)
+        starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=r)
+        rows = torch.arange(r, device=lengths.device)
+        slots = self.slots.new_empty(times * r)
+        for copy in range(times):
+            choice = torch.where(self.slots == t * k, 0, self.slots % k + copy * k)
+            slots[rows + starts * (times - 1) + copy * inside] = self.slots // k * (k * times) + choice
+        places = slots.new_full((t * k * times + 1,), len(slots))
+        places[slots] = torch.arange(len(slots), device=slots.device)
+        return replace(self, slots=slots, places=places[:-1].view(t, k * times))
+
+
+def make_order(routing: Routing, num_experts: int) -> Order:
+    """Rows by expert, those of one expert in the order of the tokens; with `num_rows` each expert has that many."""
+    chosen, kept = routing.chosen, routing.kept
+    flat = chosen.flatten() if kept is None else chosen.masked_fill(~kept, num_experts).flatten()
+    slots = flat.sort(stable=True).indices
+    counts = count_chosen(flat, num_experts + 1)[:num_experts]
+    if kept is not None:
+        slots = slots[: int(counts.sum())]
+    if routing.num_rows is not None:
+        slots, counts = _pad(slots, flat[slots], counts, routing.num_rows, len(flat))
+    places = slots.new_full((len(flat) + 1,), len(slots))
+    places[slots] = torch.arange(len(slots), device=slots.device)
+    return Order(slots, places[:-1].view_as(chosen), counts)
+
+
+def _pad(slots: Tensor, experts: Tensor, counts: Tensor, num_rows: int, nothing: int) -> tuple[Tensor, Tensor]:
+    """Fill up the rows of every expert to `num_rows`; those that only fill are of choice `nothing`."""
+    inside = torch.arange(len(slots), device=slots.device) - (counts.cumsum(0) - counts)[experts]
+    padded = slots.new_full((len(counts) * num_rows,), nothing)
+    padded[experts * num_rows + inside] = slots
+    return padded, torch.full_like(counts, num_rows)
+
+
+def dispatch_local(
+    x: Tensor, routing: Routing, experts: nn.Module, beside: Beside | None
+) -> tuple[Tensor, Tensor | None]:
+    """All experts are here."""
+    assert isinstance(experts, Experts)
+    order = make_order(routing, experts.num_experts)
+    rows = experts(take(x, order), order.counts)
+    return combine(rows, routing.weights, order), None if beside is None else beside()
+
+
+def take(x: Tensor, order: Order) -> Tensor:
+    """The rows of tokens `[t, h]` in an order, `[r, h]`; zeros for padding. Sums of gradients have one order."""
+    rows: Tensor = _Take.apply(x, order)
+    return rows
+
+
+def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+    """Sums of the rows of each token's choices times their weights `[t, k]`, added in fp32, `[t, h]`."""
+    total: Tensor = _Combine.apply(rows, weights, order)
+    return total
+
+
+def _with_nothing(x: Tensor) -> Tensor:
+    """`x` and a row of zeros behind it, which stands for what is not there."""
+    return torch.cat([x, x.new_zeros(1, x.shape[1])])
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return _with_nothing(x).index_select(0, order.sources)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _sum_choices(grad, ctx.order.places, None), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        ctx.save_for_backward(rows, weights)
+        return _sum_choices(rows, order.places, weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights = ctx.saved_tensors
+        order: Order = ctx.order
+        copies = order.places.shape[1] // weights.shape[1]
+        of_row = _with_nothing(weights.repeat(1, copies).view(-1, 1))[order.slots]  # [r, 1]
+        sent = _with_nothing(grad).index_select(0, order.sources)
+        grad_rows = (sent * of_row).to(rows.dtype)
+        products = (sent.to(weights.dtype) * rows).sum(dim=1, keepdim=True)  # [r, 1]
+        by_choice = _with_nothing(products).flatten()[order.places]  # [t, n k]
+        return grad_rows, by_choice.view(len(weights), copies, -1).sum(dim=1), None
+
+
+def _sum_choices(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    """Sums of the rows of each token, one choice after the other, in fp32; `[t, h]` in the rows' dtype."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    source = _with_nothing(rows)
+    total = torch.zeros(len(places), rows.shape[1], dtype=wide, device=rows.device)
+    for choice in range(places.shape[1]):
+        part = source.index_select(0, places[:, choice]).to(wide)
+        if weights is None:
+            total.add_(part)
+        else:
+            total.addcmul_(part, weights[:, choice % weights.shape[1], None].to(wide))
+    return total.to(rows.dtype)
