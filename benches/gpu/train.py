@@ -3,9 +3,12 @@
 
     python3 benches/gpu/train.py --data PREFIX                       # all rows
     python3 benches/gpu/train.py --data PREFIX gpt2-124m gpt-1.3b --flags="--compile" --flags=""
+    python3 benches/gpu/train.py --data PREFIX gpt-1.3b --rival="" --rival="--no-fusion" --rounds 3
 
 Each row is a run of trainer/pretrain.py in a process of its own, once for every `--flags`, in turn; the figures are the
-last line of its log (means over the last `--window` steps). Writes JSON to `benches/results/`.
+last line of its log (means over the last `--window` steps). With `--rival` Megatron-Core runs in turn with them, in the
+same recipe (bf16 weights and states if the flags say `--all-bf16`, else fp32 masters and sums), once for every
+`--rival`, which are flags of `rival_megatron.py`. Writes JSON to `benches/results/`; `merge.py` makes the table.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +38,39 @@ ROWS = {
     f"{UNTIED} --seq-length 2048 --micro-batch-size 8 --global-batch-size 32",
     "gpt-6.7b": "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 2 "
     "--global-batch-size 4 --all-bf16",
+    "moe-8x1b": f"--num-layers 12 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5632 {LLAMA} "
+    "--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --seq-length 2048 --micro-batch-size 8 "
+    "--global-batch-size 32",
 }
 COMMON = (
     "--bf16 --vocab-size 50257 --make-vocab-size-divisible-by 128 --hidden-dropout 0 --attention-dropout 0 --lr 3e-4 "
     "--min-lr 3e-5 --lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.1 --eval-interval 0 --split 100,0,0"
 )
 SHOWN = (
+    "tokens_per_s",
     "tokens_per_s_per_gpu",
     "mfu",
     "step_time_s",
     "loader_bound_s",
     "communication_s",
     "other_s",
+    "exposed_communication_s",
     "memory_peak_bytes",
     "lm_loss",
 )
+
+
+def run_rival(row: str, flags: str, options: argparse.Namespace, *, recipe: str) -> dict[str, Any]:
+    """One run of the rival; its line, or what it said when it failed."""
+    script = str(ROOT / "benches" / "gpu" / "rival_megatron.py")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
+    command = [sys.executable, *launcher, script, row, "--recipe", recipe, *flags.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = {"row": row, "rival": "megatron-core", "recipe": recipe, "flags": flags}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return {**found, "error": (done.stderr or done.stdout)[-1500:]}
+    return {**found, **json.loads(lines[-1])}
 
 
 def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -64,7 +86,19 @@ def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]
             return {"row": row, "flags": flags, "error": (done.stderr or done.stdout)[-1500:]}
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         values = [json.loads(line) for line in lines if "lm_loss" in line]
-        return {"row": row, "flags": flags, "first": values[0], **values[-1]}
+        total = values[-1]["tokens_per_s_per_gpu"] * options.ranks
+        return {"row": row, "flags": flags, "first": values[0], "tokens_per_s": total, **values[-1]}
+
+
+def run_round(row: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each of the runs of a row once; the rival in every recipe that the flags ask for."""
+    recipes = []
+    for flags in options.flags or ["--compile"]:
+        yield run_row(row, flags, options)
+        recipes.append("bf16" if "--all-bf16" in f"{ROWS[row]} {flags}" else "fp32")
+    for recipe in dict.fromkeys(recipes):
+        for flags in options.rival:
+            yield run_rival(row, flags, options, recipe=recipe)
 
 
 def main() -> None:
@@ -77,16 +111,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="steps of a run (default: 30)")
     parser.add_argument("--window", type=int, default=10, help="steps of the figures (default: 10)")
     parser.add_argument("--out", type=Path, default=ROOT / "benches" / "results" / "gpu-train.json")
+    parser.add_argument(
+        "--rival", action="append", default=[], metavar="FLAGS", help="Megatron-Core in turn, with these flags"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each, in turn (default: 1)")
     options = parser.parse_args()
-    found = []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    found: list[dict[str, Any]] = []
     for row in options.rows or [row for row in ROWS if row != "tiny"]:
-        for flags in options.flags or ["--compile"]:
-            found.append(run_row(row, flags, options))
-            result = found[-1]
-            shown = {name: round(result[name], 6) for name in SHOWN if result.get(name) is not None}
-            print(row, repr(flags), json.dumps(shown) if "error" not in result else result["error"], flush=True)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        for _ in range(options.rounds):
+            for result in run_round(row, options):
+                found.append(result)
+                shown = {name: round(result[name], 6) for name in SHOWN if result.get(name) is not None}
+                text = json.dumps(shown) if "error" not in result else result["error"]
+                print(row, result.get("rival", "megaflow"), repr(result["flags"]), text, flush=True)
+                options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
