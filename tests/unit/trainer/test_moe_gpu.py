@@ -16,6 +16,8 @@ from megaflow_trainer.parallel.fusion import compile_blocks
 
 pytestmark = [
     pytest.mark.gpu,
+    # torch says so when the first product of a process is one of backward's
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
 ]
 CUDA = torch.device("cuda")
