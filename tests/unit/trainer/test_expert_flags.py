@@ -14,7 +14,7 @@ from megaflow_trainer.config import TrainConfig, read_command
 from megaflow_trainer.config.layout import Layout, make_layout
 from megaflow_trainer.model.gpt import GPT
 from megaflow_trainer.model.moe import MoE
-from megaflow_trainer.ops.grouped import multiply_grouped, multiply_loop
+from megaflow_trainer.ops.grouped import GROUPED, LOOP
 from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.expert import AllGather, AllToAll, shard_experts
 from megaflow_trainer.parallel.shards import ShardMap
@@ -51,7 +51,7 @@ def test_tokens_travel_to_experts_as_the_flag_says() -> None:
 def test_experts_are_multiplied_as_the_flag_says() -> None:
     flags = ("", "--moe-expert-kernel loop", "--moe-expert-kernel grouped", "--moe-grouped-gemm")
     found = [find_layer(build(words)).experts.product for words in flags]
-    assert found == [multiply_loop, multiply_loop, multiply_grouped, multiply_grouped]
+    assert found == [LOOP, LOOP, GROUPED, GROUPED]
     with pytest.raises(MegaflowError, match="cannot run on cpu in float64; use bf16, or --moe-expert-kernel loop"):
         build("--moe-grouped-gemm --fp64")
 

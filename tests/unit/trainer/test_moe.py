@@ -16,7 +16,7 @@ from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.moe import MoE, make_order
 from megaflow_trainer.model.routing import Router, Routing, choose, keep_first, take_best
 from megaflow_trainer.model.sockets import Sockets
-from megaflow_trainer.ops.grouped import multiply_grouped, multiply_loop
+from megaflow_trainer.ops.grouped import GROUPED, LOOP
 
 B, S, H, E = 3, 8, 16, 6
 PLAIN = ModelConfig(
@@ -205,18 +205,26 @@ def test_bf16_scores_would_choose_other_experts_and_ours_do_not() -> None:
     assert (rounded != exact).any()  # the control: what the fault would do
 
 
-def test_products_one_after_the_other_equal_grouped_ones() -> None:
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_products_one_after_the_other_equal_grouped_ones(is_transposed: bool) -> None:
     torch.manual_seed(2)
     counts = torch.tensor([3, 0, 5, 1])
-    rows, matrices = torch.randn(9, 8, requires_grad=True), torch.randn(4, 8, 16, requires_grad=True)
+    shape = (4, 16, 8) if is_transposed else (4, 8, 16)
+    rows, matrices = torch.randn(9, 8, requires_grad=True), torch.randn(shape, requires_grad=True)
     out_grad = torch.randn(9, 16)
     outcomes = []
-    for product in (multiply_loop, multiply_grouped):
-        y = product(rows, matrices, counts)
+    for product in (LOOP, GROUPED):
+        y = product.multiply(rows, matrices, product.prepare(counts), is_transposed=is_transposed)
         outcomes.append((y, *torch.autograd.grad((y * out_grad).sum(), (rows, matrices))))
     for one, two in zip(*outcomes, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
     assert outcomes[0][2][1].abs().max() == 0  # the group without rows
+    main_grad = torch.ones(shape)
+    y = LOOP.multiply(rows, matrices, counts.tolist(), is_transposed=is_transposed, main_grad=main_grad)
+    (y * out_grad).sum().backward()
+    assert matrices.grad is None
+    torch.testing.assert_close(main_grad, 1 + outcomes[0][2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rows.grad, outcomes[0][1], rtol=0, atol=0)
 
 
 def test_whole_numbers_are_counted_and_a_closed_tally_counts_nothing() -> None:

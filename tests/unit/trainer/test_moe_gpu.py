@@ -11,13 +11,14 @@ from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
-from megaflow_trainer.ops.grouped import Product, choose_product, multiply_grouped, multiply_loop
+from megaflow_trainer.ops.grouped import GROUPED, LOOP, ROWS_FOR_LOOP, Product, choose_product
 from megaflow_trainer.parallel.fusion import compile_blocks
 
 pytestmark = [
     pytest.mark.gpu,
     # torch says so when the first product of a process is one of backward's
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # inductor's
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
 ]
 CUDA = torch.device("cuda")
@@ -30,8 +31,8 @@ def test_groups_of_any_size_are_multiplied_alike(counts: list[int]) -> None:
     matrices = torch.randn(4, 96, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     out_grad = torch.randn(sum(counts), 96, device=CUDA, dtype=torch.bfloat16)
     sizes, outcomes = torch.tensor(counts, device=CUDA), []
-    for product in (multiply_loop, multiply_grouped):
-        y = product(rows, matrices.transpose(1, 2), sizes)
+    for product in (LOOP, GROUPED):
+        y = product.multiply(rows, matrices, product.prepare(sizes), is_transposed=True)
         outcomes.append((y, *torch.autograd.grad(y, (rows, matrices), out_grad)))
     for one, two in zip(*outcomes, strict=True):
         assert (one - two).abs().max() <= 0.02 * one.abs().max().clamp(min=1e-3)
@@ -65,9 +66,11 @@ def run(product: Product, *, is_compiled: bool = False) -> tuple[torch.Tensor, t
 
 
 def test_a_model_is_the_same_with_every_product_and_compiled() -> None:
-    assert choose_product("auto", CUDA, torch.bfloat16) is multiply_grouped
-    assert choose_product("auto", CUDA, torch.float32) is multiply_loop
-    loss, norm = run(multiply_loop)
-    for other in (run(multiply_grouped), run(multiply_grouped, is_compiled=True)):
+    few, many = ROWS_FOR_LOOP / 2, 2 * ROWS_FOR_LOOP
+    assert choose_product("auto", CUDA, torch.bfloat16, rows_per_group=few) is GROUPED
+    assert choose_product("auto", CUDA, torch.bfloat16, rows_per_group=many) is LOOP
+    assert choose_product("auto", CUDA, torch.float32, rows_per_group=few) is LOOP
+    loss, norm = run(LOOP)
+    for other in (run(GROUPED), run(LOOP, is_compiled=True), run(GROUPED, is_compiled=True)):
         assert other[0].item() == pytest.approx(loss.item(), rel=1e-3)
         assert other[1].item() == pytest.approx(norm.item(), rel=2e-2)

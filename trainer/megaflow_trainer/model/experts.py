@@ -8,12 +8,15 @@ Legend: r rows (tokens in the order of their experts), h hidden, e experts that 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.sockets import Sockets
+from megaflow_trainer.ops.rows import PLAIN
 
 
 class ExpertWeight(nn.Module):
@@ -23,11 +26,14 @@ class ExpertWeight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, columns))
         self.bias = nn.Parameter(torch.empty(bias_shape)) if bias_shape is not None else None
+        self.main_grad: Tensor | None = None
+        """Where products add the gradient of `weight` themselves, `[e rows, columns]`; they do not if not given."""
 
-    def forward(self, num_experts: int) -> tuple[Tensor, Tensor | None]:
-        """The matrices expert by expert, `[e, rows / e, columns]`, and the biases, `[e, ...]`."""
+    def forward(self, num_experts: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The matrices expert by expert, `[e, rows / e, columns]`, the biases, `[e, ...]`, and the main gradient."""
         bias = None if self.bias is None else self.bias.view(num_experts, -1)
-        return self.weight.view(num_experts, -1, self.weight.shape[1]), bias
+        shape = (num_experts, -1, self.weight.shape[1])
+        return self.weight.view(shape), bias, None if self.main_grad is None else self.main_grad.view(shape)
 
 
 class Experts(nn.Module):
@@ -43,20 +49,18 @@ class Experts(nn.Module):
         self.up = ExpertWeight(e * f, h, inner)
         self.down = ExpertWeight(e * f, h, (e, h) if config.linear_bias else None)
         self.product = sockets.product
+        self.kernels = PLAIN
+        """How tokens are put in the order of experts and come back."""
         self.has_bias_turn = True
         """Whether this rank adds the bias of `down`: one of those that share an expert does."""
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """`[r, h]` to `[r, h]`; `counts`, int64 `[e]`, says how many rows each expert has, the first ones first."""
-        up = self._widen(self.up, rows, counts)
-        gate = None if self.gate is None else self._widen(self.gate, rows, counts)
-        return self.narrow(up, gate, counts)
-
-    def narrow(self, up: Tensor, gate: Tensor | None, counts: Tensor) -> Tensor:
-        """The activation function and the last product, `[r, f]` to `[r, h]`."""
-        inner = self.activate(up, gate)
-        matrices, bias = self.down(self.num_experts)
-        y = self.product(inner, matrices, counts)
+        sizes = self.product.prepare(counts)
+        up = self._widen(self.up, rows, counts, sizes)
+        inner = self.activate(up, None if self.gate is None else self._widen(self.gate, rows, counts, sizes))
+        matrices, bias, main_grad = self.down(self.num_experts)
+        y = self.product.multiply(inner, matrices, sizes, is_transposed=False, main_grad=main_grad)
         return y if bias is None else y + self._spread(bias * float(self.has_bias_turn), counts, len(y))
 
     def activate(self, up: Tensor, gate: Tensor | None) -> Tensor:
@@ -65,9 +69,9 @@ class Experts(nn.Module):
             return F.silu(gate) * up
         return F.relu(up).square() if self.activation == "squared_relu" else F.gelu(up, approximate="tanh")
 
-    def _widen(self, stack: ExpertWeight, rows: Tensor, counts: Tensor) -> Tensor:
-        matrices, bias = stack(self.num_experts)
-        y = self.product(rows, matrices.transpose(1, 2), counts)  # [r, f]
+    def _widen(self, stack: ExpertWeight, rows: Tensor, counts: Tensor, sizes: Any) -> Tensor:
+        matrices, bias, main_grad = stack(self.num_experts)
+        y = self.product.multiply(rows, matrices, sizes, is_transposed=True, main_grad=main_grad)  # [r, f]
         return y if bias is None else y + self._spread(bias, counts, len(y))
 
     def _spread(self, bias: Tensor, counts: Tensor, num_rows: int) -> Tensor:

@@ -21,6 +21,7 @@ from megaflow_trainer.model.experts import Experts
 from megaflow_trainer.model.mlp import Mlp
 from megaflow_trainer.model.routing import AddLoss, Router, Routing, count_chosen
 from megaflow_trainer.model.sockets import Sockets
+from megaflow_trainer.ops.rows import PLAIN, RowKernels
 
 Beside = Callable[[], Tensor]
 """Something to compute while tokens travel."""
@@ -70,11 +71,13 @@ class Order:
         slots: of each row the choice that it serves, counted through `[t, k]`; t k for a row of padding. `[r]`
         places: of each choice its row; r where it is not served. `[t, k]`
         counts: rows of each expert, int64 `[e]`.
+        kernels: that move rows in this order.
     """
 
     slots: Tensor
     places: Tensor
     counts: Tensor
+    kernels: RowKernels = PLAIN
 
     @property
     def sources(self) -> Tensor:
@@ -98,7 +101,7 @@ class Order:
         return replace(self, slots=slots, places=places[:-1].view(t, k * times))
 
 
-def make_order(routing: Routing, num_experts: int) -> Order:
+def make_order(routing: Routing, num_experts: int, kernels: RowKernels = PLAIN) -> Order:
     """Rows by expert, those of one expert in the order of the tokens; with `num_rows` each expert has that many."""
     chosen, kept = routing.chosen, routing.kept
     flat = chosen.flatten() if kept is None else chosen.masked_fill(~kept, num_experts).flatten()
@@ -110,7 +113,7 @@ def make_order(routing: Routing, num_experts: int) -> Order:
         slots, counts = _pad(slots, flat[slots], counts, routing.num_rows, len(flat))
     places = slots.new_full((len(flat) + 1,), len(slots))
     places[slots] = torch.arange(len(slots), device=slots.device)
-    return Order(slots, places[:-1].view_as(chosen), counts)
+    return Order(slots, places[:-1].view_as(chosen), counts, kernels)
 
 
 def _pad(slots: Tensor, experts: Tensor, counts: Tensor, num_rows: int, nothing: int) -> tuple[Tensor, Tensor]:
@@ -126,7 +129,7 @@ def dispatch_local(
 ) -> tuple[Tensor, Tensor | None]:
     """All experts are here."""
     assert isinstance(experts, Experts)
-    order = make_order(routing, experts.num_experts)
+    order = make_order(routing, experts.num_experts, experts.kernels)
     rows = experts(take(x, order), order.counts)
     return combine(rows, routing.weights, order), None if beside is None else beside()
 
@@ -143,20 +146,16 @@ def combine(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
     return total
 
 
-def _with_nothing(x: Tensor) -> Tensor:
-    """`x` and a row of zeros behind it, which stands for what is not there."""
-    return torch.cat([x, x.new_zeros(1, x.shape[1])])
-
-
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
         ctx.order = order
-        return _with_nothing(x).index_select(0, order.sources)
+        return order.kernels.gather(x, order.sources)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum_choices(grad, ctx.order.places, None), None
+        order: Order = ctx.order
+        return order.kernels.add_up(grad, order.places, None), None
 
 
 class _Combine(torch.autograd.Function):
@@ -164,30 +163,10 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order) -> Tensor:
         ctx.order = order
         ctx.save_for_backward(rows, weights)
-        return _sum_choices(rows, order.places, weights)
+        return order.kernels.add_up(rows, order.places, weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights = ctx.saved_tensors
         order: Order = ctx.order
-        copies = order.places.shape[1] // weights.shape[1]
-        of_row = _with_nothing(weights.repeat(1, copies).view(-1, 1))[order.slots]  # [r, 1]
-        sent = _with_nothing(grad).index_select(0, order.sources)
-        grad_rows = (sent * of_row).to(rows.dtype)
-        products = (sent.to(weights.dtype) * rows).sum(dim=1, keepdim=True)  # [r, 1]
-        by_choice = _with_nothing(products).flatten()[order.places]  # [t, n k]
-        return grad_rows, by_choice.view(len(weights), copies, -1).sum(dim=1), None
-
-
-def _sum_choices(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    """Sums of the rows of each token, one choice after the other, in fp32; `[t, h]` in the rows' dtype."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    source = _with_nothing(rows)
-    total = torch.zeros(len(places), rows.shape[1], dtype=wide, device=rows.device)
-    for choice in range(places.shape[1]):
-        part = source.index_select(0, places[:, choice]).to(wide)
-        if weights is None:
-            total.add_(part)
-        else:
-            total.addcmul_(part, weights[:, choice % weights.shape[1], None].to(wide))
-    return total.to(rows.dtype)
+        return *order.kernels.spread(grad, rows, weights, order.slots, order.places), None

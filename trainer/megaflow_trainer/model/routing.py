@@ -141,8 +141,13 @@ class Tally:
                 total.add_(loss)
 
 
+_MANY = 1 << 28  # comparisons that are held at once, a byte each
+
+
 def count_chosen(chosen: Tensor, num_experts: int) -> Tensor:
     """How often each expert occurs in int64 numbers `[n]`, or in rows of them `[u, n]`; int64 `[..., e]`."""
+    if chosen.is_cuda and chosen.numel() * num_experts < _MANY:  # atomic sums into few places wait for each other
+        return (chosen[..., None] == torch.arange(num_experts, device=chosen.device)).sum(dim=-2)
     zeros = torch.zeros((*chosen.shape[:-1], num_experts), dtype=torch.int64, device=chosen.device)
     return zeros.scatter_add_(-1, chosen, torch.ones_like(chosen))
 

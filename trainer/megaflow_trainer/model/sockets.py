@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megaflow_trainer.ops.attention import attend_sdpa
 from megaflow_trainer.ops.cross_entropy import linear_cross_entropy
-from megaflow_trainer.ops.grouped import Product, multiply_loop
+from megaflow_trainer.ops.grouped import LOOP, Product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,5 +20,5 @@ class Sockets:
 
     linear: Callable[..., nn.Module] = nn.Linear
     attention: Callable[..., Tensor] = attend_sdpa
-    product: Product = multiply_loop
+    product: Product = LOOP
     loss: Callable[..., Tensor] = linear_cross_entropy

@@ -1,38 +1,117 @@
 """Products of rows with one matrix a group of them: `rows[i] @ matrix[group of i]`.
 
-Two ways: `loop` multiplies group by group, anywhere, and is the reference; its sizes are read by the host. `grouped` is
-torch's grouped product, one kernel whose sizes stay on the device. Rows of one group lie one after the other.
+Two ways. `LOOP` multiplies group by group, anywhere, and is the reference; the host reads the sizes of the groups once
+for all products of a layer, and each weight gradient may be added to its main gradient by its product, in fp32
+(`ops/accumulate.py`). `GROUPED` is torch's grouped product, one kernel whose sizes stay on the device. A group of many
+rows fills a GPU by itself: there the loop is the faster one, of few rows the grouped kernel is.
 
 Legend: r rows, e groups, i inputs, o outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megaflow.errors import ConfigError
+from megaflow_trainer.ops.accumulate import add_product_
 
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Rows `[r, i]`, matrices `[e, i, o]`, rows of each group `[e]` int64, to `[r, o]`."""
+ROWS_FOR_LOOP = 1024
+"""Rows of a group from which `auto` takes the loop on a GPU."""
 
 
-def multiply_loop(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+class _Loop(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, sizes: Sequence[int], is_transposed: bool, main_grad: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.sizes, ctx.is_transposed, ctx.main_grad = sizes, is_transposed, main_grad
+        return _multiply(rows, weight, sizes, is_transposed=is_transposed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        rows, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_rows = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_rows = _multiply(grad, weight, ctx.sizes, is_transposed=not ctx.is_transposed)
+        left, right = (grad, rows) if ctx.is_transposed else (rows, grad)
+        if ctx.needs_input_grad[1] and ctx.main_grad is None:
+            grad_weight = torch.zeros_like(weight)
+            for group, run in _runs(ctx.sizes):
+                torch.mm(left[run].t(), right[run], out=grad_weight[group])
+        elif ctx.needs_input_grad[1]:
+            for group, run in _runs(ctx.sizes):
+                add_product_(ctx.main_grad[group], left[run], right[run])
+        return grad_rows, grad_weight, None, None, None
+
+
+def _runs(sizes: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """The groups that have rows, and which those are."""
+    start = 0
+    for group, size in enumerate(sizes):
+        if size:
+            yield group, slice(start, start + size)
+        start += size
+
+
+def _multiply(rows: Tensor, weight: Tensor, sizes: Sequence[int], *, is_transposed: bool) -> Tensor:
+    out = rows.new_empty(len(rows), weight.shape[1 if is_transposed else 2])
+    for group, run in _runs(sizes):
+        torch.mm(rows[run], weight[group].t() if is_transposed else weight[group], out=out[run])
+    return out
+
+
+def multiply_loop(
+    rows: Tensor, weight: Tensor, sizes: Sequence[int], *, is_transposed: bool, main_grad: Tensor | None = None
+) -> Tensor:
     """One product a group; groups without rows give their matrix a gradient of zeros."""
-    parts = rows.split(counts.tolist())
-    return torch.cat([part @ matrix for part, matrix in zip(parts, matrices.unbind(), strict=True)])
+    y: Tensor = _Loop.apply(rows, weight, sizes, is_transposed, main_grad)
+    return y
 
 
-def multiply_grouped(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+def multiply_grouped(
+    rows: Tensor, weight: Tensor, ends: Tensor, *, is_transposed: bool, main_grad: Tensor | None = None
+) -> Tensor:
     """One kernel for all groups. Rows behind the last group are not computed."""
-    return F.grouped_mm(rows, matrices, offs=counts.cumsum(0).to(torch.int32))
+    return F.grouped_mm(rows, weight.transpose(1, 2) if is_transposed else weight, offs=ends)
 
 
-def choose_product(wanted: str, device: torch.device, dtype: torch.dtype) -> Product:
-    """The product that the configuration names; `auto` is grouped on GPUs in bf16 and a loop elsewhere.
+def _find_ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A way to multiply groups.
+
+    Args:
+        name: of the configuration.
+        prepare: what `multiply` wants to know of the rows of each group, int64 `[e]`.
+        multiply: rows `[r, i]`, matrices `[e, i, o]` (or, `is_transposed`, `[e, o, i]`) and what was prepared, to
+            `[r, o]`. With a main gradient `[e, ...]`, shaped like the matrices, the loop adds to it and leaves the
+            matrices without a gradient.
+        accumulates: whether it does that.
+    """
+
+    name: str
+    prepare: Callable[[Tensor], Any]
+    multiply: Callable[..., Tensor]
+    accumulates: bool
+
+
+LOOP = Product("loop", Tensor.tolist, multiply_loop, True)
+GROUPED = Product("grouped", _find_ends, multiply_grouped, False)
+
+
+def choose_product(wanted: str, device: torch.device, dtype: torch.dtype, *, rows_per_group: float) -> Product:
+    """The product that the configuration names; `auto` is grouped on GPUs in bf16 if groups have few rows on average.
 
     Raises:
         ConfigError: if the grouped product cannot run on this device in this dtype.
@@ -45,5 +124,5 @@ def choose_product(wanted: str, device: torch.device, dtype: torch.dtype) -> Pro
             f"the grouped product of experts cannot run on {device.type} in {str(dtype).removeprefix('torch.')}; use "
             "bf16, or --moe-expert-kernel loop"
         )
-    is_grouped = wanted == "grouped" or (wanted == "auto" and can_group and device.type == "cuda")
-    return multiply_grouped if is_grouped else multiply_loop
+    is_small = device.type == "cuda" and rows_per_group < ROWS_FOR_LOOP
+    return GROUPED if wanted == "grouped" or (wanted == "auto" and can_group and is_small) else LOOP

@@ -171,7 +171,7 @@ class AllToAll:
         """See `Dispatcher`."""
         assert isinstance(experts, Experts)
         ranks, e = self.ranks, experts.num_experts * self.ranks.ep
-        order = make_order(routing, e)
+        order = make_order(routing, e, experts.kernels)
         counts = order.counts.view(ranks.ep, 1, -1).expand(-1, ranks.etp, -1).reshape(ranks.size, -1)  # [n, e / ep]
         arriving, sent, received = self._agree(counts, routing)
         if ranks.etp > 1:
@@ -332,7 +332,7 @@ class AllGather:
         if routing.kept is not None:
             is_here &= gather_along(routing.kept.to(torch.uint8), group, 0, meter).bool()
         num_rows = None if routing.num_rows is None else routing.num_rows * self.ranks.size
-        order = make_order(routing._replace(chosen=chosen, kept=is_here, num_rows=num_rows), e)
+        order = make_order(routing._replace(chosen=chosen, kept=is_here, num_rows=num_rows), e, experts.kernels)
         tokens = gather_tokens(x, group, 0, meter=meter)
         weights = gather_tokens(routing.weights, group, 0, meter=meter)
         meanwhile = None if beside is None else beside()

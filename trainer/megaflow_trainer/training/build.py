@@ -115,7 +115,9 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     )
     attention = choose("attention", ATTENTION, config.model.attention, need)
     kept = torch.promote_types(dtype, torch.float32) if config.parallel.zero == 3 else dtype
-    product = choose_product(config.model.expert_kernel, mesh.device, dtype)
+    rows = config.step.sizes.micro_batch_size * config.data.seq_len * config.model.router_top_k
+    per_group = rows / (config.model.num_experts or 1) / mesh.layout.cp
+    product = choose_product(config.model.expert_kernel, mesh.device, dtype, rows_per_group=per_group)
     sockets = Sockets(attention=attention.function, product=product)
     model = build_gpt(config.model, sockets, device=torch.device("meta"), dtype=kept)
 
