@@ -290,6 +290,8 @@ OWN_TEST = {
     "--distributed-backend": "test_the_backend_is_the_one_asked_for_where_a_gpu_is_at_hand",
 }
 """Flags that one of the tests below observes by itself."""
+FUSED_FLAGS = ("--no-fused-optimizer",)
+"""Flags that test_fused.py observes."""
 EXPERT_FLAGS = (
     *("--moe-token-dispatcher-type", "--moe-shared-expert-overlap", "--moe-expert-kernel", "--moe-grouped-gemm"),
     *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "--moe-pad-expert-input-to-capacity"),
@@ -337,7 +339,7 @@ WATCH: dict[str, str | tuple[str, str]] = {
 
 def test_every_flag_is_in_one_of_the_tables() -> None:
     tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, LAYOUT, SEEN, OWN_TEST]
-    tables += [DATA_FLAGS, EXPERT_FLAGS, WATCH]
+    tables += [DATA_FLAGS, EXPERT_FLAGS, FUSED_FLAGS, WATCH]
     assert sorted(name for table in tables for name in table) == sorted(flag.name for flag in FLAGS)
 
 

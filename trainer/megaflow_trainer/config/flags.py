@@ -182,6 +182,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--exp-avg-dtype", "optim.exp_avg_dtype"),
     Flag("--exp-avg-sq-dtype", "optim.exp_avg_sq_dtype"),
     Flag("--optimizer-cpu-offload", "optim.is_offloaded", constant=True),
+    Flag("--no-fused-optimizer", "optim.is_fused", constant=False),
     Flag("--lr-decay-style", "schedule.style"),
     Flag("--min-lr", "schedule.min_lr"),
     Flag("--lr-decay-iters", "schedule.decay_steps"),

@@ -174,6 +174,8 @@ class OptimConfig:
     """Second moment: fp32, bf16 or fp16."""
     is_offloaded: bool = False
     """Whether master weights and states lie in the CPU's memory and are stepped there."""
+    is_fused: bool = True
+    """Whether AdamW clips, moves and rounds all weights in one pass, on GPUs with Triton."""
 
     def __post_init__(self) -> None:
         raise_faults(

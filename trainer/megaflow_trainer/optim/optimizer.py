@@ -2,6 +2,7 @@
 
 A master is the weight itself where the dtypes agree, else a copy in the wanted dtype; with offload it lies, like the
 states, in the CPU's memory, and the gradient goes there. Which rule moves which weight is decided by name and shape.
+AdamW on a GPU moves everything in one pass (`fused.py`); else a rule moves its weights, then they are rounded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megaflow_trainer.config.sections import OptimConfig
+from megaflow_trainer.optim.fused import FusedAdam, Moved, make_fused
 from megaflow_trainer.optim.rules import Adam, Lion, Muon, Rule, Sgd, Slot, is_uniform
 from megaflow_trainer.optim.scaler import LossScaler
 from megaflow_trainer.parallel.buckets import MainParameter
@@ -59,6 +61,19 @@ class Optimizer:
         self.slots: dict[str, Slot] = {}
         self.groups: list[Group] = []
         self._sort(config, mup_ratio)
+        self.fused: FusedAdam | None = None
+        self.obstacle: str | None = "--no-fused-optimizer is given"
+        """Why the weights are not moved in one pass."""
+        if config.is_fused:
+            self.fused, self.obstacle = make_fused(self._list_moved())
+
+    def _list_moved(self) -> list[Moved]:
+        names = {id(slot): name for name, slot in self.slots.items()}
+        return [
+            Moved(slot, group.rule, self.weights[names[id(slot)]].detach(), group.decay_factor, group.lr_factor)
+            for group in self.groups
+            for slot in group.slots
+        ]
 
     def _sort(self, config: OptimConfig, mup_ratio: float) -> None:
         """Put each weight into the group of its rule, decay and rate."""
@@ -78,17 +93,35 @@ class Optimizer:
     @property
     def skips_on_device(self) -> bool:
         """Whether `step` can be told by the device itself to change nothing."""
+        return self.fused is not None or self._has_uniform_adam
+
+    @property
+    def _has_uniform_adam(self) -> bool:
         return not self.is_offloaded and all(
             isinstance(group.rule, Adam) and all(is_uniform(slot) for slot in group.slots) for group in self.groups
         )
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float | None = None, *, found_inf: Tensor | None = None) -> None:
+    def step(
+        self,
+        lr: float,
+        weight_decay: float | None = None,
+        *,
+        factor: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
         """Move the masters by their gradients and round them into the weights.
 
-        With `found_inf`, float32 scalar on the device, nothing changes where it is 1; only if `skips_on_device`.
+        Gradients are multiplied by `factor`, a scalar on the device, and may hold the product afterwards. With
+        `found_inf`, float32 scalar on the device, nothing else changes where it is 1; only if `skips_on_device`.
         """
         decay = self.weight_decay if weight_decay is None else weight_decay
+        if self.fused is not None:
+            self.fused.step(lr, decay, factor=factor, skip=found_inf)
+            return
+        if factor is not None and self.main_grads:
+            grads = list(self.main_grads.values())
+            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
         if self.is_offloaded:
             for name, slot in self.slots.items():
                 slot.grad.copy_(self.main_grads[name])

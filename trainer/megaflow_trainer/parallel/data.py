@@ -231,11 +231,6 @@ class MainGradients:
         sum_over(square, group, self.mesh.meter("world"))
         return square.sqrt().to(torch.promote_types(self.dtype, torch.float32))
 
-    def scale(self, factor: Tensor) -> None:
-        """Multiply every gradient that this rank steps by a scalar."""
-        for bucket in self.buckets:
-            bucket.kept.mul_(factor.to(self.dtype))
-
     def share_weights(self) -> None:
         """Send the weights that this rank has stepped to the others, in the order in which forward needs them."""
         if self.options.zero == 0:

@@ -140,10 +140,6 @@ class DividedGradients:
             for own in find_owned_rows(shard, rows):
                 yield tensor[own.start - rows.start : own.stop - rows.start]
 
-    def scale(self, factor: Tensor) -> None:
-        """Multiply every gradient by a scalar."""
-        torch._foreach_mul_(self.kept, factor.to(self.dtype))
-
     def share_weights(self) -> None:
         """Nothing: weights are gathered when they are needed."""
 

@@ -191,6 +191,9 @@ def introduce(run: Run, notes: Sequence[str]) -> None:
         say(mesh, f" note: {note}")
     for line in describe_needs(config, mesh.device):
         say(mesh, f" {line}")
+    obstacle = run.state.optimizer.obstacle
+    if obstacle is not None and mesh.device.type == "cuda" and config.optim.kind == "adamw":
+        say(mesh, f" note: AdamW moves the weights in several passes and not in one: {obstacle}")
     if config.parallel.pp > 1:
         say(mesh, f" layers on pipeline ranks: {describe_stages(config.model, config.parallel)}")
     step = config.step

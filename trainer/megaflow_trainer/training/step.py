@@ -133,8 +133,7 @@ def _move(
     if found_inf is None and report.is_skipped:
         return
     factor = clip_factor(report.grad_norm, config.optim.clip_grad) / num_tokens
-    model.gradients.scale(factor)
-    optimizer.step(report.plan.lr, report.plan.weight_decay, found_inf=found_inf)
+    optimizer.step(report.plan.lr, report.plan.weight_decay, factor=factor, found_inf=found_inf)
     model.gradients.share_weights()
 
 

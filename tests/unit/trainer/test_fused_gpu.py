@@ -1,0 +1,67 @@
+"""What makes steps faster on a GPU, against the same without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.fused_adam import CASES, compare, compare_unaligned, make
+from helpers.pairs import write_pair
+from helpers.runs import read_curve, run_tiny
+from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
+LENGTH = ("--train-iters", "8", "--global-batch-size", "8", "--micro-batch-size", "4", "--eod-mask-loss")
+BF16, FP16 = 2.0**-8, 2.0**-11
+"""What one rounding may be off by; where two paths round differently, two."""
+
+
+def one_gpu() -> Mesh:
+    return build_mesh(Launch(), torch.device("cuda", 0), "nccl")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_pass_of_adamw_is_the_reference(case: str) -> None:
+    differences = compare(case, torch.device("cuda", 0))
+    assert differences.pop("step") == 0
+    loose = {"bf16": {"weight": BF16}, "fp16": {"weight": FP16}, "fp32": {}}.get(case)
+    for kind, difference in differences.items():
+        largest = 8 * BF16 if loose is None else loose.get(kind, 1e-6)
+        assert difference <= largest, (kind, difference)
+
+
+def test_tensors_may_begin_anywhere() -> None:
+    assert compare_unaligned(torch.device("cuda", 0)) < 1e-6
+
+
+@pytest.mark.parametrize("case", ["bf16", "fp16", "states in bf16"])
+def test_the_weight_is_its_master_rounded_to_the_nearest(case: str) -> None:
+    _, gradients, optimizer = make(case, torch.device("cuda", 0), is_fused=True)
+    for step in range(3):
+        gradients.kept[0].copy_(torch.randn_like(gradients.kept[0]))
+        optimizer.step(1e-2 / (step + 1))
+    for name, master in optimizer.masters.items():
+        assert torch.equal(optimizer.weights[name], master.to(optimizer.weights[name].dtype))
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    model, gradients, optimizer = make("bf16", torch.device("cuda", 0), is_fused=True)
+    gradients.kept[0].fill_(1.0)
+    optimizer.step(1e-2)
+    tensors = {**dict(model.named_parameters()), **optimizer.list_tensors()}
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    gradients.kept[0].fill_(torch.nan)
+    optimizer.step(1e-2, factor=torch.tensor(torch.nan).cuda(), found_inf=torch.ones((), device="cuda"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("flags", [[], ["--bf16"], ["--bf16", "--exp-avg-dtype", "bf16"], ["--fp16"]])
+def test_a_run_in_one_pass_is_the_run_without(tmp_path: Path, flags: list[str]) -> None:
+    prefix = write_pair(tmp_path / "toy")
+    for name, more in (("plain", ["--no-fused-optimizer"]), ("fused", [])):
+        run_tiny(prefix, [*LENGTH, *flags, *more, "--run-dir", str(tmp_path / name)], one_gpu())
+    for plain, fused in zip(read_curve(tmp_path / "plain"), read_curve(tmp_path / "fused"), strict=True):
+        assert fused[1] == pytest.approx(plain[1], rel=1e-3 if flags else 1e-5)
+        assert fused[2] == pytest.approx(plain[2], rel=2e-2 if flags else 1e-4)
