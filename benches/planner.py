@@ -77,7 +77,7 @@ def main() -> None:
 
 def measure(flags: str, device: torch.device, launch: Launch) -> dict[str, Any]:
     """Peak memory after a few steps, and the fastest step."""
-    words = [*flags.split(), "--bf16", "--train-iters", "1", "--data-path", "none"]
+    words = [*flags.split(), "--bf16", "--no-compile", "--train-iters", "1", "--data-path", "none"]
     config, _ = read_command(words, world_size=launch.world_size)
     layout = make_layout(config.parallel, world_size=launch.world_size, num_kv_heads=config.model.kv_heads)
     mesh = build_mesh(launch, device, "nccl", layout)

@@ -2,7 +2,7 @@
 """Training steps on GPUs, rows of the tables in docs/performance-log.md: real data through the loader, whole steps.
 
     python3 benches/gpu/train.py --data PREFIX                       # all rows
-    python3 benches/gpu/train.py --data PREFIX gpt2-124m gpt-1.3b --flags="--compile" --flags=""
+    python3 benches/gpu/train.py --data PREFIX gpt2-124m gpt-1.3b --flags="" --flags="--no-compile"
     python3 benches/gpu/train.py --data PREFIX gpt-1.3b --rival="" --rival="--no-fusion" --rounds 3
 
 Each row is a run of trainer/pretrain.py in a process of its own, once for every `--flags`, in turn; the figures are the
@@ -93,7 +93,7 @@ def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]
 def run_round(row: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Each of the runs of a row once; the rival in every recipe that the flags ask for."""
     recipes = []
-    for flags in options.flags or ["--compile"]:
+    for flags in options.flags or [""]:
         yield run_row(row, flags, options)
         recipes.append("bf16" if "--all-bf16" in f"{ROWS[row]} {flags}" else "fp32")
     for recipe in dict.fromkeys(recipes):

@@ -134,7 +134,9 @@ def level_groups(pool: Mesh) -> None:
 
 def make_config(case: Case) -> TrainConfig:
     sizes = f"--micro-batch-size {case.micro} --global-batch-size {GLOBAL_BATCH} --train-iters {STEPS}"
-    flags = f"{SHAPE} --vocab-size {case.vocab} {KINDS[case.kind]} {sizes} {case.common} {case.flags}"
+    own = f"{case.common} {case.flags}"
+    plain = "" if "--compile" in own else "--no-compile"  # which takes a minute, and is a case of its own
+    flags = f"{SHAPE} --vocab-size {case.vocab} {KINDS[case.kind]} {sizes} {own} {plain}"
     return read_command(flags.split(), world_size=case.num_ranks)[0]
 
 

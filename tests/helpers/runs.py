@@ -28,8 +28,13 @@ def one_rank() -> Mesh:
 
 
 def run_tiny(prefix: str, flags: Sequence[str], mesh: Mesh | None = None, base: Sequence[str] = TINY) -> int:
-    """Train in this process; later flags override those of `base`. Returns the exit code."""
+    """Train in this process; later flags override those of `base`. Returns the exit code.
+
+    Blocks are compiled, which takes a minute, only if a flag says so.
+    """
     mesh = mesh or one_rank()
+    if not {"--compile", "--no-compile"} & {*flags}:
+        base = [*base, "--no-compile"]
     config, notes = read_command([*base, "--data-path", prefix, *flags], world_size=mesh.world_size)
     return train(config, mesh, notes)
 

@@ -92,7 +92,7 @@ def test_a_run_that_accumulates_in_products_is_the_run_without(
     monkeypatch.setattr("megaflow_trainer.parallel.apply.can_accumulate", lambda gradients: True)
     keep = fusion.accumulate_in_products
     monkeypatch.setattr(
-        "megaflow_trainer.parallel.apply.accumulate_in_products", lambda *a, **_: keep(*a, is_compiled=True)
+        "megaflow_trainer.parallel.apply.accumulate_in_products", lambda *a, **_: keep(*a, compiler=fusion.Compiler())
     )
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     run_tiny(prefix, [*words, "--run-dir", str(tmp_path / "fused")])

@@ -27,6 +27,7 @@ from megaflow_trainer.parallel.context import GatheredAttention, RingAttention, 
 from megaflow_trainer.parallel.data import MainGradients
 from megaflow_trainer.parallel.saved import SavedActivations
 from megaflow_trainer.training import build as build_module
+from megaflow_trainer.training import kernels as kernels_module
 from megaflow_trainer.training.build import build_model, build_optimizer
 from megaflow_trainer.training.preflight import refuse_device
 
@@ -279,7 +280,8 @@ OWN_TEST = {
         ("--tokenizer-model", "--vocab-file", "--vocab", "--merge-file"), "test_a_tokenizer_that_is_not_there_is_named"
     ),
     **dict.fromkeys(
-        ("--compile", "--no-gradient-accumulation-fusion"), "test_what_makes_steps_faster_is_handed_to_the_model"
+        ("--compile", "--no-compile", "--no-gradient-accumulation-fusion"),
+        "test_what_makes_steps_faster_is_handed_to_the_model",
     ),
     "--cp-comm-type": "test_ranks_that_share_sequences_attend_as_the_flag_says",
     "--tokenizer-type": "test_an_unknown_tokenizer_type_is_named",
@@ -349,11 +351,17 @@ def test_what_makes_steps_faster_is_handed_to_the_model(monkeypatch: pytest.Monk
     monkeypatch.setattr(build_module, "parallelize", lambda model, mesh, plan, fill: plans.append(plan))
     gpu = dataclasses.replace(one_rank(), device=torch.device("cuda"))
     monkeypatch.setattr(build_module, "choose", lambda *_: Entry(name="sdpa", function=attend_sdpa))
-    for flags in ("", "--compile", "--no-gradient-accumulation-fusion", "--pipeline-model-parallel-size 2"):
+    obstacles = [None, None, None, None, None, "no triton"]
+    monkeypatch.setattr(kernels_module, "find_compiler_obstacle", lambda device: obstacles[len(plans)])
+    pp2 = "--pipeline-model-parallel-size 2"
+    zbv = f"{pp2} --num-layers 4 --pipeline-schedule zbv"
+    for flags in ("--no-compile", "--compile", "--no-gradient-accumulation-fusion", pp2, zbv, ""):
         config = read_command([*BASE, *flags.split()], world_size=1 + ("2" in flags))[0]
         build_model(config, gpu)
-    assert [plan.is_compiled for plan in plans] == [False, True, False, False]
-    assert [plan.accumulates for plan in plans] == [True, True, False, False]
+    assert [plan.is_compiled for plan in plans] == [False, True, True, True, False, False]
+    assert [plan.accumulates for plan in plans] == [True, True, False, False, False, True]
+    assert kernels_module.choose_compile(configure(""), torch.device("cpu")) == (False, None)
+    assert kernels_module.choose_compile(configure("--compile"), torch.device("cpu")) == (True, None)
 
 
 @pytest.mark.parametrize("flag", OWN_TEST)

@@ -9,8 +9,10 @@ import torch
 
 from helpers.fused_adam import CASES, compare, compare_unaligned, make
 from helpers.pairs import write_pair
-from helpers.runs import read_curve, run_tiny
+from helpers.runs import TINY, read_curve, run_tiny
+from megaflow_trainer.config import read_command
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
+from megaflow_trainer.training.kernels import choose_compile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
 LENGTH = ("--train-iters", "8", "--global-batch-size", "8", "--micro-batch-size", "4", "--eod-mask-loss")
@@ -65,3 +67,14 @@ def test_a_run_in_one_pass_is_the_run_without(tmp_path: Path, flags: list[str]) 
     for plain, fused in zip(read_curve(tmp_path / "plain"), read_curve(tmp_path / "fused"), strict=True):
         assert fused[1] == pytest.approx(plain[1], rel=1e-3 if flags else 1e-5)
         assert fused[2] == pytest.approx(plain[2], rel=2e-2 if flags else 1e-4)
+
+
+def test_compiled_blocks_are_the_default_and_the_run_without(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "toy")
+    config, _ = read_command([*TINY, *LENGTH, "--data-path", prefix], world_size=1)
+    assert choose_compile(config, torch.device("cuda", 0)) == (True, None)
+    for name, flag in (("plain", "--no-compile"), ("compiled", "--compile")):
+        run_tiny(prefix, [*LENGTH, flag, "--run-dir", str(tmp_path / name)], one_gpu())
+    for plain, compiled in zip(read_curve(tmp_path / "plain"), read_curve(tmp_path / "compiled"), strict=True):
+        assert compiled[1] == pytest.approx(plain[1], rel=1e-5)
+        assert compiled[2] == pytest.approx(plain[2], rel=1e-4)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.batch import read_ramp_up, solve_batch
+from megaflow_trainer.config.compiling import find_compile_obstacle
 from megaflow_trainer.config.expert_section import check_experts
 from megaflow_trainer.config.layout import check_expert_ranks, check_ranks, check_sequence, check_tensor, make_layout
 from megaflow_trainer.config.sections import ModelConfig, ScheduleConfig, TrainConfig
@@ -123,16 +124,10 @@ def check_parallel(config: TrainConfig, *, world_size: int) -> list[str]:
             "parallel.zero 3 gathers weights for backward, which recompute.compression and is_offloaded would "
             "take for activations; drop them, or give zero 1 or 2"
         )
-    if config.step.is_compiled and own.zero == 3:
-        faults.append(
-            "parallel.zero 3 gathers weights inside of blocks, and this version does not compile those; drop "
-            "step.is_compiled, or give zero 1 or 2"
-        )
-    if config.step.is_compiled and own.pp > 1 and own.schedule in ("zero_bubble", "zbv"):
-        faults.append(
-            f"parallel.schedule {own.schedule} takes backward apart, which compiled blocks do not allow; use 1f1b or "
-            "interleaved, or drop step.is_compiled"
-        )
+    obstacle = find_compile_obstacle(config)
+    if config.step.is_compiled and obstacle is not None:
+        remedy = "give zero 1 or 2" if own.zero == 3 else "use 1f1b or interleaved"
+        faults.append(f"{obstacle}; {remedy}, or drop --compile")
     if own.zero == 3 and own.pp > 1:
         faults.append(f"parallel.zero 3 does not go with parallel.pp {own.pp} in this version; give zero 1 or 2")
     if own.zero == 3 and config.recompute.method == "uniform" and (config.recompute.num_layers or 1) > 1:

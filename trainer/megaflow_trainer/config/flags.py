@@ -208,6 +208,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--all-bf16", "step.is_all_bf16", constant=True),
     Flag("--tf32", "step.allows_tf32", constant=True),
     Flag("--compile", "step.is_compiled", constant=True),
+    Flag("--no-compile", "step.is_compiled", constant=False),
     Flag("--no-gradient-accumulation-fusion", "step.accumulates_in_products", constant=False),
     Flag("--loss-scale", "step.loss_scale"),
     Flag("--initial-loss-scale", "step.initial_loss_scale"),

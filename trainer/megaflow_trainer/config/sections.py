@@ -262,8 +262,9 @@ class StepConfig:
     """8-bit matrix products: none, hybrid (e4m3 forward, e5m2 for gradients) or e4m3."""
     allows_tf32: bool = False
     """Whether products of fp32 matrices may use TF32 on GPUs that have it: faster, 10 bits of mantissa."""
-    is_compiled: bool = False
-    """Whether every block is compiled by torch.compile: the first step takes longer, all others less."""
+    is_compiled: bool | None = None
+    """Whether every block is compiled by torch.compile: the first step takes longer, all others less (on GPUs, wherever
+    it can be, if not given)."""
     accumulates_in_products: bool = True
     """Whether matrix products add weights' gradients to the fp32 main gradients themselves, on GPUs."""
     loss_scale: float | None = None

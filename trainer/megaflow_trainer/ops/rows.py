@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,6 @@ class RowKernels:
 PLAIN = RowKernels()
 
 
-def compile_rows() -> RowKernels:
-    """Each function in one pass, for sizes that may change from call to call."""
-    return RowKernels(torch.compile(gather_rows), torch.compile(sum_rows), torch.compile(spread_grad))
+def compile_rows(compiler: Callable[..., Callable[..., Any]]) -> RowKernels:
+    """Each function in one pass, compiled by `compiler`, for sizes that may change from call to call."""
+    return RowKernels(compiler(gather_rows), compiler(sum_rows), compiler(spread_grad))

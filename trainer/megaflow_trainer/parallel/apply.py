@@ -20,7 +20,7 @@ from megaflow_trainer.parallel.context import cut_positions, share_context
 from megaflow_trainer.parallel.data import DataOptions, MainGradients
 from megaflow_trainer.parallel.expert import shard_experts
 from megaflow_trainer.parallel.fsdp import DividedGradients, divide_weights
-from megaflow_trainer.parallel.fusion import accumulate_in_products, can_accumulate, compile_blocks
+from megaflow_trainer.parallel.fusion import Compiler, accumulate_in_products, can_accumulate, compile_blocks
 from megaflow_trainer.parallel.load import ExpertLoad
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.pipeline import Chunk, Pipeline, join_copies, split_pipeline
@@ -99,6 +99,7 @@ class Plan:
         compute_dtype: of activations where ZeRO 3 keeps weights wider.
         grad_dtype: of the main gradients.
         is_compiled: whether each block is compiled.
+        tell: is told once if the compiler fails.
         accumulates: whether products add to main gradients that are wider than the weights.
         measure_every: forwards from one measurement of the error of compressed activations to the next.
     """
@@ -109,6 +110,7 @@ class Plan:
     compute_dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype = torch.float32
     is_compiled: bool = False
+    tell: Callable[[str], None] = lambda why: None
     accumulates: bool = False
     measure_every: int = 1
     seq_len: int = 0
@@ -134,11 +136,12 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
     for name, weight in model.named_parameters():
         copy_from_first(weight.data, mesh.edp_group if name in parts.experts else mesh.gradient_group)
     apply_recompute(model, plan.recompute, plan.recomputed_parts, chunks=[chunk.blocks for chunk in chunks])
-    if plan.is_compiled:
-        compile_blocks(model, is_whole=mesh.tp_group is None and mesh.cp_group is None)
+    compiler = Compiler(plan.tell) if plan.is_compiled else None
+    if compiler is not None:
+        compile_blocks(model, is_whole=mesh.tp_group is None and mesh.cp_group is None, compiler=compiler)
     gradients = collect_gradients(model, mesh, parts, plan)
     if plan.accumulates and isinstance(gradients, MainGradients) and can_accumulate(gradients):
-        accumulate_in_products(model, gradients, is_compiled=plan.is_compiled)
+        accumulate_in_products(model, gradients, compiler=compiler)
     saved = make_saved(model, plan.recompute, measure_every=plan.measure_every)
     pipeline = make_pipeline(chunks, model, mesh, plan, gradients) if isinstance(gradients, MainGradients) else None
     positions = None

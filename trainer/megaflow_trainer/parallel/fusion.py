@@ -9,8 +9,12 @@ weights, or of 16 bits, and their buffer is whole (ZeRO 0 and 1, no pipeline, la
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from megaflow_trainer.model.experts import ExpertWeight
 from megaflow_trainer.model.gpt import GPT, Block
@@ -23,19 +27,48 @@ from megaflow_trainer.parallel.data import MainGradients
 ROUTER = ".router.weight"
 
 
-def compile_blocks(model: GPT, *, is_whole: bool) -> None:
+class Compiler:
+    """Compiles functions, and leaves them as they are from the first failure of torch's compiler on.
+
+    Args:
+        tell: is told once why.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = lambda why: None) -> None:
+        self.tell, self.has_failed = tell, False
+
+    def __call__(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """`function`, compiled when it is called first, with the options of `torch.compile`."""
+        compiled = torch.compile(function, **options)
+
+        def run(*args: Any) -> Any:
+            if self.has_failed:
+                return function(*args)
+            try:
+                return compiled(*args)
+            except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # raised before the function has run
+                self.has_failed = True
+                first = (str(error).strip().splitlines() or ["no reason given"])[0]
+                self.tell(f"blocks are not compiled: {type(error).__name__}: {first}")
+                return function(*args)
+
+        return run
+
+
+def compile_blocks(model: GPT, *, is_whole: bool, compiler: Compiler | None = None) -> None:
     """Compile every block's forward (and so its backward), `is_whole` or in parts between what ranks exchange."""
+    compiler = compiler or Compiler()
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))
-    kernels = compile_rows()
+    kernels = compile_rows(compiler)
     for block in blocks:
         if isinstance(block.mlp, MoE):
-            block.attend = torch.compile(block.attend, fullgraph=is_whole, dynamic=False)  # type: ignore[method-assign]
+            block.attend = compiler(block.attend, fullgraph=is_whole, dynamic=False)  # type: ignore[method-assign]
             experts = block.mlp.experts
-            experts.activate = torch.compile(experts.activate)  # type: ignore[method-assign]
+            experts.activate = compiler(experts.activate)  # type: ignore[method-assign]
             experts.kernels = kernels
         else:
-            block.forward = torch.compile(block.forward, fullgraph=is_whole, dynamic=False)  # type: ignore[method-assign]
+            block.forward = compiler(block.forward, fullgraph=is_whole, dynamic=False)  # type: ignore[method-assign]
 
 
 def can_accumulate(gradients: MainGradients) -> bool:
@@ -47,7 +80,7 @@ def can_accumulate(gradients: MainGradients) -> bool:
     return gradients.options.zero < 2 and (is_wider or gradients.dtype.itemsize == 2)
 
 
-def accumulate_in_products(model: GPT, gradients: MainGradients, *, is_compiled: bool) -> None:
+def accumulate_in_products(model: GPT, gradients: MainGradients, *, compiler: Compiler | None) -> None:
     """Let linear layers of blocks add to the main gradients, and in a compiled model the output projection too."""
     slots: dict[Tensor, tuple[Bucket, Slot]] = {
         slot.weight: (bucket, slot) for bucket in gradients.buckets for slot in bucket.slots
@@ -65,8 +98,8 @@ def accumulate_in_products(model: GPT, gradients: MainGradients, *, is_compiled:
         if isinstance(block.mlp, MoE) and block.mlp.experts.product.accumulates:
             for stack in [module for module in block.mlp.experts.modules() if isinstance(module, ExpertWeight)]:
                 stack.main_grad = view(slots[stack.weight][1])
-    if not is_compiled:  # written out, the steps of the loss pass over the scores more often than torch's own loss does
+    if compiler is None:  # written out, the loss passes over the scores more often than torch's own does
         return
     weight = model.output_weight
     assert isinstance(weight, nn.Parameter), "of a plain model"
-    model.accumulating_loss = AccumulatingLoss(view(slots[weight][1]), score=torch.compile(score_chunk, dynamic=False))
+    model.accumulating_loss = AccumulatingLoss(view(slots[weight][1]), score=compiler(score_chunk, dynamic=False))

@@ -34,6 +34,7 @@ from megaflow_trainer.training.data import RunData
 from megaflow_trainer.training.documents import Documents
 from megaflow_trainer.training.feed import Feed
 from megaflow_trainer.training.guards import Guard
+from megaflow_trainer.training.kernels import choose_compile
 from megaflow_trainer.training.manifest import Origin, describe_data, write_manifest
 from megaflow_trainer.training.preflight import describe_needs
 from megaflow_trainer.training.resume import Start, TrainState, resume_or_start
@@ -133,7 +134,8 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         recomputed_parts=choose_parts(config),
         compute_dtype=dtype,
         grad_dtype=DTYPES[config.optim.main_grad_dtype],
-        is_compiled=config.step.is_compiled,
+        is_compiled=choose_compile(config, mesh.device)[0],
+        tell=lambda why: say(mesh, f" note: {why}"),
         accumulates=_can_accumulate(config, mesh),
         seq_len=config.data.seq_len,
         measure_every=config.log.every * config.step.sizes.num_micro_batches,
@@ -191,6 +193,9 @@ def introduce(run: Run, notes: Sequence[str]) -> None:
         say(mesh, f" note: {note}")
     for line in describe_needs(config, mesh.device):
         say(mesh, f" {line}")
+    obstacle = choose_compile(config, mesh.device)[1]
+    if obstacle is not None:
+        say(mesh, f" note: blocks are not compiled: {obstacle}")
     obstacle = run.state.optimizer.obstacle
     if obstacle is not None and mesh.device.type == "cuda" and config.optim.kind == "adamw":
         say(mesh, f" note: AdamW moves the weights in several passes and not in one: {obstacle}")
