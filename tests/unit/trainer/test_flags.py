@@ -292,8 +292,8 @@ OWN_TEST = {
     "--distributed-backend": "test_the_backend_is_the_one_asked_for_where_a_gpu_is_at_hand",
 }
 """Flags that one of the tests below observes by itself."""
-FUSED_FLAGS = ("--no-fused-optimizer",)
-"""Flags that test_fused.py observes."""
+FUSED_FLAGS = ("--no-fused-optimizer", "--no-attention-timing")
+"""Flags that test_fused.py and test_attention_timing.py observe."""
 EXPERT_FLAGS = (
     *("--moe-token-dispatcher-type", "--moe-shared-expert-overlap", "--moe-expert-kernel", "--moe-grouped-gemm"),
     *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "--moe-pad-expert-input-to-capacity"),
@@ -350,7 +350,7 @@ def test_what_makes_steps_faster_is_handed_to_the_model(monkeypatch: pytest.Monk
     plans: list[Any] = []
     monkeypatch.setattr(build_module, "parallelize", lambda model, mesh, plan, fill: plans.append(plan))
     gpu = dataclasses.replace(one_rank(), device=torch.device("cuda"))
-    monkeypatch.setattr(build_module, "choose", lambda *_: Entry(name="sdpa", function=attend_sdpa))
+    monkeypatch.setattr(build_module, "choose_attention", lambda *_: Entry(name="sdpa", function=attend_sdpa))
     obstacles = [None, None, None, None, None, "no triton"]
     monkeypatch.setattr(kernels_module, "find_compiler_obstacle", lambda device: obstacles[len(plans)])
     pp2 = "--pipeline-model-parallel-size 2"

@@ -11,8 +11,11 @@ from helpers.fused_adam import CASES, compare, compare_unaligned, make
 from helpers.pairs import write_pair
 from helpers.runs import TINY, read_curve, run_tiny
 from megaflow_trainer.config import read_command
+from megaflow_trainer.ops.attention import ATTENTION, attend_cudnn, attend_math
+from megaflow_trainer.ops.attention_timing import AttentionShape, time_attention
+from megaflow_trainer.ops.registry import Need
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
-from megaflow_trainer.training.kernels import choose_compile
+from megaflow_trainer.training.kernels import choose_attention, choose_compile
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
 LENGTH = ("--train-iters", "8", "--global-batch-size", "8", "--micro-batch-size", "4", "--eod-mask-loss")
@@ -78,3 +81,31 @@ def test_compiled_blocks_are_the_default_and_the_run_without(tmp_path: Path) -> 
     for plain, compiled in zip(read_curve(tmp_path / "plain"), read_curve(tmp_path / "compiled"), strict=True):
         assert compiled[1] == pytest.approx(plain[1], rel=1e-5)
         assert compiled[2] == pytest.approx(plain[2], rel=1e-4)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_cudnns_attention_equals_attention_written_out(width: int, groups: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 128, width, device="cuda").bfloat16()
+    k, v = torch.randn(2, 2, groups, 128, width, device="cuda").bfloat16()
+    torch.testing.assert_close(
+        attend_cudnn(q, k, v, dropout=0.0), attend_math(q, k, v, dropout=0.0), atol=2e-2, rtol=2e-2
+    )
+
+
+def test_every_usable_kernel_is_timed_and_the_fastest_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    need = Need(device=torch.device("cuda", 0), dtype=torch.bfloat16, head_dim=64)
+    shape = AttentionShape(b=4, n=12, g=12, s=1024, d=64, e=64)
+    times = {entry.name: time_attention(entry, shape, need) for entry in ATTENTION if entry.is_timed}
+    assert {"sdpa", "flash", "cudnn"} <= times.keys()
+    assert all(ms is not None and 0.01 < ms < 100 for ms in times.values()), times
+    words = (
+        "--num-layers 2 --seq-length 1024 --micro-batch-size 4 --attention-dropout 0 --vocab-size 64 --train-iters 1"
+    )
+    config, _ = read_command([*words.split(), "--data-path", "none", "--bf16"], world_size=1)
+    chosen = choose_attention(config, one_gpu(), need)
+    line = capsys.readouterr().out
+    assert line.startswith(f" attention at b 4, heads 12/12, s 1024, d 64: {chosen.name} (sdpa ")
+    huge = AttentionShape(b=1, n=1, g=1, s=128, d=1024, e=1024)
+    assert time_attention(next(entry for entry in ATTENTION if entry.name == "flash"), huge, need) is None

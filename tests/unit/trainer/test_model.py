@@ -167,5 +167,5 @@ def test_flash_attention_without_a_gpu_is_refused_with_the_reason() -> None:
 
 def test_an_unknown_kernel_names_the_known_ones() -> None:
     need = Need(device=CPU, dtype=torch.float32, head_dim=8)
-    with pytest.raises(ConfigError, match="'quick' is not known; the known ones are auto, sdpa, flash, math"):
+    with pytest.raises(ConfigError, match="'quick' is not known; the known ones are auto, sdpa, flash, cudnn, math"):
         choose("attention", ATTENTION, "quick", need)

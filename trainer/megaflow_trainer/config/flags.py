@@ -114,6 +114,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--layernorm-epsilon", "model.norm_eps"),
     Flag("--attention-backend", "model.attention"),
     Flag("--use-flash-attn", "model.attention", constant="flash"),
+    Flag("--no-attention-timing", "model.is_attention_timed", constant=False),
     Flag("--data-path", "data.path"),
     Flag("--train-data-path", "data.train_path"),
     Flag("--valid-data-path", "data.valid_path"),

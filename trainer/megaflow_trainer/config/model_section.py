@@ -95,7 +95,9 @@ class ModelConfig(ExpertConfig):
     norm_eps: float = 1e-5
     """Added to the variance in a norm."""
     attention: str = "auto"
-    """Attention kernel: auto, sdpa, flash or math."""
+    """Attention kernel: auto (on GPUs the fastest at this shape, timed at the start), sdpa, flash, cudnn or math."""
+    is_attention_timed: bool = True
+    """Whether auto times the kernels; otherwise it takes the first that can serve."""
     resets_positions: bool = False
     """Whether positions begin again behind each end-of-document token."""
     resets_attention: bool = False
@@ -112,7 +114,7 @@ class ModelConfig(ExpertConfig):
             + at_least("model", 0, num_mtp_layers=self.num_mtp_layers, mtp_loss_scale=self.mtp_loss_scale)
             + one_of("model", ("gelu", "swiglu", "squared_relu"), activation=self.activation)
             + one_of("model", ("LayerNorm", "RMSNorm"), norm=self.norm)
-            + one_of("model", ("auto", "sdpa", "flash", "math"), attention=self.attention)
+            + one_of("model", ("auto", "sdpa", "flash", "cudnn", "math"), attention=self.attention)
             + one_of("model", ("learned_absolute", "rope", "none"), position_kind=self.position_kind)
             + one_of("model", ("none", "linear", "ntk", "llama3", "yarn"), rotary_scaling=self.rotary_scaling)
             + at_least("model", 1, rotary_base=self.rotary_base, rotary_factor=self.rotary_factor)

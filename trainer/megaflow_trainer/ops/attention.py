@@ -58,6 +58,14 @@ def attend_flash(
         return attend_sdpa(q, k, v, dropout=dropout, window=window, scale=scale)
 
 
+def attend_cudnn(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout: float, window: int | None = None, scale: float | None = None
+) -> Tensor:
+    """The same by cuDNN's kernel and no other."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return attend_sdpa(q, k, v, dropout=dropout, window=window, scale=scale)
+
+
 def attend_math(
     q: Tensor,
     k: Tensor,
@@ -100,22 +108,34 @@ def _make_mask(q: Tensor, window: int | None, documents: DocumentMask | None) ->
     return make_mask(0, length, length, window, q.device)
 
 
-def _flash_obstacle(need: Need) -> str | None:
+def _find_fused_obstacle(need: Need, name: str, widest: int) -> str | None:
+    """What all kernels lack that never hold the scores."""
     if need.device.type != "cuda":
-        return "flash attention needs a CUDA GPU and this machine's device is " + need.device.type
+        return f"{name} attention needs a CUDA GPU and this machine's device is {need.device.type}"
     if torch.cuda.get_device_capability(need.device) < (8, 0):
-        return f"flash attention needs compute capability 8.0, {torch.cuda.get_device_name(need.device)} has less"
+        return f"{name} attention needs compute capability 8.0, {torch.cuda.get_device_name(need.device)} has less"
     if need.dtype not in (torch.bfloat16, torch.float16):
-        return "flash attention needs 16-bit weights, and without --bf16 they are fp32"
+        return f"{name} attention needs 16-bit weights, and without --bf16 they are fp32"
     if need.has_window:
-        return "torch's flash attention has no sliding window"
+        return f"torch's {name} attention has no sliding window"
     if need.has_documents:
-        return "torch's flash attention has no bounds between documents"
-    return f"flash attention takes heads up to 256 wide, and these are {need.head_dim}" if need.head_dim > 256 else None
+        return f"torch's {name} attention has no bounds between documents"
+    if need.head_dim > widest:
+        return f"{name} attention takes heads up to {widest} wide, and these are {need.head_dim}"
+    return None
+
+
+def _flash_obstacle(need: Need) -> str | None:
+    return _find_fused_obstacle(need, "flash", 256)
+
+
+def _cudnn_obstacle(need: Need) -> str | None:
+    return _find_fused_obstacle(need, "cudnn", 128)
 
 
 ATTENTION: tuple[Entry, ...] = (
     Entry(name="sdpa", function=attend_sdpa),
     Entry(name="flash", function=attend_flash, obstacle=_flash_obstacle),
-    Entry(name="math", function=attend_math),
+    Entry(name="cudnn", function=attend_cudnn, obstacle=_cudnn_obstacle),
+    Entry(name="math", function=attend_math, is_timed=False),
 )

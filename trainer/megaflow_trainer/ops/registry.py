@@ -23,11 +23,14 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One way to compute an op. `obstacle` returns why it cannot serve a need, or None."""
+    """One way to compute an op. `obstacle` returns why it cannot serve a need, or None. One that is not timed is chosen
+    by name or order only: a reference that is slow by design.
+    """
 
     name: str
     function: Callable[..., torch.Tensor]
     obstacle: Callable[[Need], str | None] = lambda need: None
+    is_timed: bool = True
 
 
 def choose(op: str, entries: Sequence[Entry], wanted: str, need: Need) -> Entry:

@@ -18,9 +18,8 @@ from megaflow_trainer.config.stages import describe_stages
 from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
-from megaflow_trainer.ops.attention import ATTENTION
 from megaflow_trainer.ops.grouped import choose_product
-from megaflow_trainer.ops.registry import Need, choose
+from megaflow_trainer.ops.registry import Need
 from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
 from megaflow_trainer.optim.scaler import build_scaler
 from megaflow_trainer.optim.schedule import Planner, build_planner
@@ -34,7 +33,7 @@ from megaflow_trainer.training.data import RunData
 from megaflow_trainer.training.documents import Documents
 from megaflow_trainer.training.feed import Feed
 from megaflow_trainer.training.guards import Guard
-from megaflow_trainer.training.kernels import choose_compile
+from megaflow_trainer.training.kernels import choose_attention, choose_compile
 from megaflow_trainer.training.manifest import Origin, describe_data, write_manifest
 from megaflow_trainer.training.preflight import describe_needs
 from megaflow_trainer.training.resume import Start, TrainState, resume_or_start
@@ -114,7 +113,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         has_window=config.model.window is not None,
         has_documents=config.model.resets_attention,
     )
-    attention = choose("attention", ATTENTION, config.model.attention, need)
+    attention = choose_attention(config, mesh, need)
     kept = torch.promote_types(dtype, torch.float32) if config.parallel.zero == 3 else dtype
     rows = config.step.sizes.micro_batch_size * config.data.seq_len * config.model.router_top_k
     per_group = rows / (config.model.num_experts or 1) / mesh.layout.cp

@@ -1,4 +1,4 @@
-"""What a run computes with on its device: whether blocks are compiled."""
+"""What a run computes with on its device: the attention kernel, and whether blocks are compiled."""
 
 from __future__ import annotations
 
@@ -6,8 +6,62 @@ import importlib.util
 
 import torch
 
+from megaflow.errors import ConfigError
 from megaflow_trainer.config.compiling import find_default_obstacle
 from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.model.attention import core_options
+from megaflow_trainer.ops.attention import ATTENTION
+from megaflow_trainer.ops.attention_timing import AttentionShape, choose_by_time, time_attention
+from megaflow_trainer.ops.registry import Entry, Need, choose
+from megaflow_trainer.parallel.collectives import do_on_first
+from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.training.say import say
+
+
+def choose_attention(config: TrainConfig, mesh: Mesh, need: Need) -> Entry:
+    """The attention kernel: the one asked for, or on GPUs the fastest by the first rank's clock, or the first usable.
+
+    Ranks that share sequences divide the core among them, and bounds between documents come with each batch: for both
+    the order decides.
+
+    Raises:
+        ConfigError: if the one asked for cannot run here.
+    """
+    model, is_auto = config.model, config.model.attention == "auto"
+    usual = choose("attention", ATTENTION, model.attention, need)
+    is_whole = config.parallel.cp == 1 and not model.resets_attention
+    if mesh.device.type != "cuda" or not is_whole or not (model.is_attention_timed and usual.is_timed):
+        return usual
+    shape = find_attention_shape(config)
+    if not is_auto:
+        if time_attention(usual, shape, need, repeats=1) is None:
+            raise ConfigError(
+                f"attention {usual.name!r} refuses {shape} on this GPU, or has not enough memory for it; use "
+                "--attention-backend auto"
+            )
+        return usual
+    choice = do_on_first(
+        lambda: choose_by_time(ATTENTION, need, lambda entry: time_attention(entry, shape, need)), mesh.world_group
+    )
+    if choice is None:
+        return usual
+    say(mesh, f" attention at {shape}: {choice}")
+    return choose("attention", ATTENTION, choice.name, need)
+
+
+def find_attention_shape(config: TrainConfig) -> AttentionShape:
+    """A call of the attention core on a rank."""
+    model, tp = config.model, config.parallel.tp
+    return AttentionShape(
+        b=config.step.sizes.micro_batch_size,
+        n=max(model.num_heads // tp, 1),
+        g=max((model.num_heads if model.is_latent else model.kv_heads) // tp, 1),
+        s=config.data.seq_len,
+        d=model.qk_dim + model.qk_rotary_dim if model.is_latent else model.head_width,
+        e=model.v_dim if model.is_latent else model.head_width,
+        dropout=model.attention_dropout,
+        options=core_options(model),
+    )
 
 
 def choose_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str | None]:

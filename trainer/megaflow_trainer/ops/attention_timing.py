@@ -1,0 +1,95 @@
+"""Choosing the attention kernel by its time at the run's own shape. Legend as in `attention.py`; e width of values."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megaflow_trainer.ops.registry import Entry, Need
+
+MARGIN = 0.03
+"""By which part of its time another kernel must beat the first of the order: less is noise, and the choice should not
+change from run to run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionShape:
+    """One call of the core, as a rank makes it for a micro-batch."""
+
+    b: int
+    n: int
+    g: int
+    s: int
+    d: int
+    e: int
+    dropout: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"b {self.b}, heads {self.n}/{self.g}, s {self.s}, d {self.d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The entry that was chosen, and milliseconds of forward and backward by entry; None where it cannot serve."""
+
+    name: str
+    times: dict[str, float | None]
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name} {'-' if ms is None else f'{ms:.2f} ms'}" for name, ms in self.times.items())
+        return f"{self.name} ({shown})"
+
+
+def choose_by_time(entries: Sequence[Entry], need: Need, timer: Callable[[Entry], float | None]) -> Choice | None:
+    """The fastest of the entries that can serve; the first in order unless another one beats it by `MARGIN`.
+
+    Args:
+        entries: in order of preference.
+        need: what is asked of them.
+        timer: milliseconds of forward and backward of an entry; None if it fails.
+
+    Returns:
+        None if there is nothing to compare.
+    """
+    usable = [entry for entry in entries if entry.is_timed and entry.obstacle(need) is None]
+    if len(usable) < 2:
+        return None
+    times = {entry.name: timer(entry) for entry in usable}
+    serving = {name: ms for name, ms in times.items() if ms is not None}
+    if not serving:
+        return None
+    best, first = min(serving, key=lambda name: serving[name]), next(iter(serving))
+    return Choice(best if serving[best] < (1 - MARGIN) * serving[first] else first, times)
+
+
+def time_attention(entry: Entry, shape: AttentionShape, need: Need, *, repeats: int = 5) -> float | None:
+    """Median milliseconds on a GPU of forward and backward, with q, k and v as the model lays them out.
+
+    None if the kernel refuses the shape or there is not enough memory.
+    """
+    try:
+        found = [_time_once(entry, shape, need) for _ in range(repeats + 2)]
+    except RuntimeError:  # "No available kernel", a cuDNN error, out of memory
+        return None
+    return statistics.median(found[2:])
+
+
+def _time_once(entry: Entry, shape: AttentionShape, need: Need) -> float:
+    def make(heads: int, width: int) -> torch.Tensor:
+        x = torch.randn(shape.b, shape.s, heads, width, dtype=need.dtype, device=need.device)
+        return x.transpose(1, 2).requires_grad_()  # [b, heads, s, width], tokens apart by all heads
+
+    q, k, v = make(shape.n, shape.d), make(shape.g, shape.d), make(shape.g, shape.e)
+    grad = torch.randn(shape.b, shape.s, shape.n, shape.e, dtype=need.dtype, device=need.device).transpose(1, 2)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    y = entry.function(q, k, v, dropout=shape.dropout, **shape.options)
+    torch.autograd.grad(y, (q, k, v), grad)
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended)
