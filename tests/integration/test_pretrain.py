@@ -110,7 +110,8 @@ def test_the_old_launcher_and_the_old_names_are_doors(prefix: str, tmp_path: Pat
     [
         (("--num-attention-heads", "5"), 2, "is not divisible by model.num_heads (--num-attention-heads) 5"),
         (("--no-such-flag",), 2, "--no-such-flag is not a flag of this trainer"),
-        (("--fp8-hybrid",), 1, "fp8 (--fp8-hybrid) needs a GPU"),
+        (("--bf16", "--fp8-hybrid"), 1, "fp8 (--fp8-hybrid) needs a GPU"),
+        (("--fp8-hybrid",), 2, "step.fp8 (--fp8-format) is beside bf16, and this run is fp32"),
         (("--data-path", "/nowhere/data"), 1, "/nowhere/data"),
         (("--use-flash-attn",), 1, "flash attention needs a CUDA GPU"),
         (("--vocab-file", "/nowhere/vocab.json", "--merge-file", "/nowhere/merges.txt"), 1, "/nowhere/vocab.json"),

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from helpers.pairs import write_pair
 from helpers.runs import read_metrics, run_tiny
-from megaflow_trainer.ops.accumulate import AccumulatingLoss, accumulate_linear
+from megaflow_trainer.ops.accumulate import AccumulatingLoss
+from megaflow_trainer.ops.linear import Linear
 from megaflow_trainer.parallel import fusion
 from megaflow_trainer.training import build
 
@@ -22,7 +22,7 @@ LENGTH = ["--train-iters", "6", "--global-batch-size", "8", "--micro-batch-size"
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_a_linear_layer_adds_its_gradient(dtype: torch.dtype, has_bias: bool) -> None:
     torch.manual_seed(0)
-    layer = nn.Linear(12, 20, bias=has_bias, dtype=dtype)
+    layer = Linear(12, 20, bias=has_bias).to(dtype)
     x = torch.randn(2, 3, 12, dtype=dtype, requires_grad=True)
     direction = torch.randn(2, 3, 20, dtype=dtype)
     layer(x).backward(direction)
@@ -31,7 +31,7 @@ def test_a_linear_layer_adds_its_gradient(dtype: torch.dtype, has_bias: bool) ->
     x.grad = layer.weight.grad = None
     layer.zero_grad()
     main_grad = torch.ones(20, 12)
-    accumulate_linear(layer, main_grad)
+    layer.product.main_grad = main_grad
     for _ in range(2):
         layer(x).backward(direction)
     assert layer.weight.grad is None

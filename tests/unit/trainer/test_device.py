@@ -41,10 +41,8 @@ def test_fp8_without_a_gpu_is_refused() -> None:
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
-def test_on_a_gpu_that_has_it_fp8_is_refused_for_this_version(capability: tuple[int, int]) -> None:
-    assert check(["--fp8-hybrid"], "NVIDIA H200", capability) == [
-        "fp8 (--fp8-hybrid): this version does not have fp8 products; use --bf16"
-    ]
+def test_a_gpu_that_has_it_may_use_fp8(capability: tuple[int, int]) -> None:
+    assert check(["--fp8-hybrid"], "NVIDIA H200", capability) == []
 
 
 def test_the_device_is_asked_before_data_are_opened_or_a_model_is_built(

@@ -299,6 +299,11 @@ EXPERT_FLAGS = (
     *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "--moe-pad-expert-input-to-capacity"),
 )
 """Flags that test_expert_flags.py observes."""
+FP8_FLAGS = (
+    *("--fp8-recipe", "--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-margin", "--first-last-layers-bf16"),
+    *("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"),
+)
+"""Flags that test_fp8.py observes."""
 DATA_FLAGS = (
     *("--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path", "--per-split-data-args-path"),
     *("--mock-data", "--sample-order", "--sample-shuffle", "--sample-packing", "--blend-weights", "--blend-schedule"),
@@ -341,7 +346,7 @@ WATCH: dict[str, str | tuple[str, str]] = {
 
 def test_every_flag_is_in_one_of_the_tables() -> None:
     tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, LAYOUT, SEEN, OWN_TEST]
-    tables += [DATA_FLAGS, EXPERT_FLAGS, FUSED_FLAGS, WATCH]
+    tables += [DATA_FLAGS, EXPERT_FLAGS, FUSED_FLAGS, FP8_FLAGS, WATCH]
     assert sorted(name for table in tables for name in table) == sorted(flag.name for flag in FLAGS)
 
 
@@ -440,7 +445,7 @@ def test_a_flag_that_is_refused_here_and_what_is_not_is_accepted(name: str) -> N
         with pytest.raises(MegaflowError, match=words):
             build_model(configure(name), one_rank())
     else:
-        config = configure(f"{name} {value}")
+        config = configure(f"--bf16 {name} {value}")
         assert config.step.fp8 == (value or name.removeprefix("--fp8-"))
         with pytest.raises(MegaflowError, match=words):
             refuse_device(config, torch.device("cpu"))

@@ -246,6 +246,8 @@ def check_precision(config: TrainConfig) -> list[str]:
         faults.append(f"step.min_loss_scale {low} is above step.initial_loss_scale {first}; lower it")
     if step.is_all_bf16 and step.dtype != "bf16":
         faults.append(f"step.is_all_bf16 is for bf16, and this run is {step.dtype}; give --bf16 or drop it")
+    if step.fp8 != "none" and step.dtype != "bf16":
+        faults.append(f"step.fp8 is beside bf16, and this run is {step.dtype}; give --bf16 or drop it")
     if optim.main_dtype == "bf16" and step.dtype != "bf16":
         faults.append(f"optim.main_dtype bf16 is for bf16 runs, and this one is {step.dtype}; give --bf16 or drop it")
     if optim.adam_eps == 0 and optim.kind in ("adamw", "adam", "muon"):
@@ -292,7 +294,7 @@ def check_device(config: TrainConfig, device: Device) -> list[str]:
     if device.capability < FP8_CAPABILITY:
         found = f"{device.name} has {device.capability[0]}.{device.capability[1]}"
         return [f"{asked} needs compute capability 8.9 or newer (Ada, Hopper, Blackwell), and {found}; use --bf16"]
-    return [f"{asked}: this version does not have fp8 products; use --bf16"]
+    return []
 
 
 def check_loading(config: TrainConfig) -> list[str]:

@@ -206,6 +206,13 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--fp8-format", "step.fp8"),
     Flag("--fp8-hybrid", "step.fp8", constant="hybrid"),
     Flag("--fp8-e4m3", "step.fp8", constant="e4m3"),
+    Flag("--fp8-recipe", "precision.recipe"),
+    Flag("--fp8-amax-history-len", "precision.history_len"),
+    Flag("--fp8-amax-compute-algo", "precision.history_algo"),
+    Flag("--fp8-margin", "precision.margin"),
+    Flag("--first-last-layers-bf16", "precision.keeps_ends", constant=True),
+    Flag("--num-layers-at-start-in-bf16", "precision.start_layers"),
+    Flag("--num-layers-at-end-in-bf16", "precision.end_layers"),
     Flag("--all-bf16", "step.is_all_bf16", constant=True),
     Flag("--tf32", "step.allows_tf32", constant=True),
     Flag("--compile", "step.is_compiled", constant=True),
@@ -314,7 +321,6 @@ LEGACY: tuple[LegacyFlag, ...] = (
 )
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("a choice of fp8 scaling", "drop the flag", valued=(("--fp8-recipe", ()),)),
     NotBuilt(
         "Transformer Engine layers",
         "drop the flag: --transformer-impl local is the default",

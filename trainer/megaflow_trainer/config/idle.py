@@ -100,6 +100,24 @@ _DEPENDENCES = (
         lambda config: config.optim.decay_style != "constant",
     ),
     Dependence(
+        "precision",
+        ("recipe", "history_len", "history_algo", "margin", "keeps_ends"),
+        "--fp8-format",
+        lambda config: config.step.fp8 != "none",
+    ),
+    Dependence(
+        "precision",
+        ("history_len", "history_algo", "margin"),
+        "--fp8-recipe delayed",
+        lambda config: config.precision.recipe == "delayed" or config.step.fp8 == "none",
+    ),
+    Dependence(
+        "precision",
+        ("start_layers", "end_layers"),
+        "--first-last-layers-bf16",
+        lambda config: config.precision.keeps_ends,
+    ),
+    Dependence(
         "step",
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
         "--fp16",

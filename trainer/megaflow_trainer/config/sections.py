@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from megaflow_trainer.config.limits import at_least, fraction, one_of, raise_faults
 from megaflow_trainer.config.model_section import ModelConfig
+from megaflow_trainer.config.precision_section import PrecisionConfig
 from megaflow_trainer.config.run_sections import CheckpointConfig, GuardConfig, LogConfig
 from megaflow_trainer.config.samples_section import SampleConfig
 
@@ -23,6 +24,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "PrecisionConfig",
     "RecomputeConfig",
     "SampleConfig",
     "ScheduleConfig",
@@ -361,6 +363,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     step: StepConfig = field(default_factory=StepConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

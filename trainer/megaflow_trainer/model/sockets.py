@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megaflow_trainer.ops.attention import attend_sdpa
 from megaflow_trainer.ops.cross_entropy import linear_cross_entropy
 from megaflow_trainer.ops.grouped import LOOP, Product
+from megaflow_trainer.ops.linear import Linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +19,7 @@ class Sockets:
     its local default. The dispatcher of experts is the socket of a layer (`MoE.dispatch`).
     """
 
-    linear: Callable[..., nn.Module] = nn.Linear
+    linear: Callable[..., nn.Module] = Linear
     attention: Callable[..., Tensor] = attend_sdpa
     product: Product = LOOP
     loss: Callable[..., Tensor] = linear_cross_entropy

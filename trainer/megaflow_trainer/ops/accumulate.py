@@ -1,14 +1,15 @@
-"""Products that add a weight's gradient to its main gradient themselves, in the main gradient's dtype.
+"""The output projection with its loss, which adds the weight's gradient to its main gradient itself.
 
-A plain linear layer leaves a gradient in the weight's dtype, which is then added to the fp32 buffer: two roundings, and
-6 more bytes moved per weight and micro-batch (bf16). Here the product dW += dy^T x accumulates in fp32 and writes fp32
-once (`addmm` with an output dtype, cuBLAS; elsewhere the product is widened and added).
+Linear layers do so in `ops/linear.py`: a plain one leaves a gradient in the weight's dtype, which is then added to the
+fp32 buffer: two roundings, and 6 more bytes moved per weight and micro-batch (bf16). There and here the product
+dW += dy^T x accumulates in fp32 and writes fp32 once (`addmm` with an output dtype, cuBLAS; elsewhere the product is
+widened and added).
 
-The output projection with its loss goes further: scores are the largest tensor of a small model, so they exist for one
+The loss goes further: scores are the largest tensor of a small model, so they exist for one
 chunk of tokens at a time, and their gradient is made at once, since the weights with which losses are summed are known
 before the sum. What is kept for backward is the gradient of the hidden states.
 
-Legend: t tokens, h hidden, o outputs, v vocabulary (padded).
+Legend: t tokens, h hidden, v vocabulary (padded).
 """
 
 from __future__ import annotations
@@ -17,54 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from megaflow_trainer.ops.linear import add_product_
 
 CHUNK_SCORES = 1 << 28
 """Scores of a chunk: 512 MiB in bf16."""
-
-
-@torch.library.custom_op("megaflow::add_product_", mutates_args={"main_grad"})
-def add_product_(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
-    """`main_grad += grad^T x`: `[o, h]`, `[t, o]`, `[t, h]`."""
-    if main_grad.dtype == grad.dtype:
-        main_grad.addmm_(grad.t(), x)
-    elif main_grad.is_cuda and main_grad.dtype == torch.float32:
-        torch.addmm(main_grad, grad.t(), x, out_dtype=torch.float32, out=main_grad)
-    else:
-        main_grad.add_(grad.t() @ x)
-
-
-@add_product_.register_fake
-def _(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
-    return None
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.main_grad, ctx.has_bias = main_grad, bias is not None
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
-        add_product_(ctx.main_grad, flat, x.reshape(-1, x.shape[-1]))
-        return grad @ weight, None, flat.sum(0) if ctx.has_bias else None, None
-
-
-def accumulate_linear(module: nn.Linear, main_grad: Tensor) -> None:
-    """Let a linear layer add its weight's gradient to `main_grad`, `[o, h]`, in backward; the weight gets none."""
-
-    def forward(x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return F.linear(x, module.weight, module.bias)
-        y: Tensor = _Linear.apply(x, module.weight, module.bias, main_grad)
-        return y
-
-    module.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def score_chunk(

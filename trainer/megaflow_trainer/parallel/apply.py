@@ -1,6 +1,6 @@
 """The only place that knows in which order parallelism is put on a model.
 
-Order: pipeline split -> tensor/sequence -> expert -> context -> recompute -> compile -> data parallel.
+Order: pipeline split -> tensor/sequence -> expert -> context -> fp8 -> recompute -> compile -> data parallel.
 A model comes without memory for its weights; it gets it, and values, as soon as it is known which part of each weight
 this rank holds.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megaflow_trainer.config.sections import ParallelConfig, RecomputeConfig
+from megaflow_trainer.config.sections import ParallelConfig, PrecisionConfig, RecomputeConfig
 from megaflow_trainer.model.gpt import GPT
 from megaflow_trainer.parallel.collectives import copy_from_first
 from megaflow_trainer.parallel.context import cut_positions, share_context
@@ -24,6 +24,7 @@ from megaflow_trainer.parallel.fusion import Compiler, accumulate_in_products, c
 from megaflow_trainer.parallel.load import ExpertLoad
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.pipeline import Chunk, Pipeline, join_copies, split_pipeline
+from megaflow_trainer.parallel.precision import Fp8Layers, apply_fp8
 from megaflow_trainer.parallel.recompute import apply_recompute
 from megaflow_trainer.parallel.saved import SavedActivations, keep_saved, make_saved
 from megaflow_trainer.parallel.shards import ShardMap
@@ -47,6 +48,8 @@ class ParallelModel:
     """Runs the micro-batches of a step where the model is cut into stages; the model itself is not called then."""
     load: ExpertLoad | None = None
     """Counts and biases of routers, where the model has experts."""
+    fp8: Fp8Layers | None = None
+    """Layers whose products are in fp8, if any are to be."""
 
     @property
     def side_losses(self) -> dict[str, Tensor]:
@@ -101,6 +104,8 @@ class Plan:
         is_compiled: whether each block is compiled.
         tell: is told once if the compiler fails.
         accumulates: whether products add to main gradients that are wider than the weights.
+        fp8: format of products in 8 bits: none, hybrid or e4m3.
+        precision: how they are scaled, and which blocks have none.
         measure_every: forwards from one measurement of the error of compressed activations to the next.
     """
 
@@ -112,6 +117,8 @@ class Plan:
     is_compiled: bool = False
     tell: Callable[[str], None] = lambda why: None
     accumulates: bool = False
+    fp8: str = "none"
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     measure_every: int = 1
     seq_len: int = 0
     """Tokens of a sample, for ranks that share sequences."""
@@ -135,6 +142,7 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
         fill(model, parts)
     for name, weight in model.named_parameters():
         copy_from_first(weight.data, mesh.edp_group if name in parts.experts else mesh.gradient_group)
+    fp8 = None if plan.fp8 == "none" else apply_fp8(model, mesh, plan.precision, plan.fp8)
     apply_recompute(model, plan.recompute, plan.recomputed_parts, chunks=[chunk.blocks for chunk in chunks])
     compiler = Compiler(plan.tell) if plan.is_compiled else None
     if compiler is not None:
@@ -150,7 +158,7 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
     for chunk in chunks:
         chunk.positions, chunk.saved = positions, saved
     load = None if model.config.num_experts is None else ExpertLoad(model, model.config, mesh)
-    return ParallelModel(model, gradients, parts, saved, positions, pipeline, load)
+    return ParallelModel(model, gradients, parts, saved, positions, pipeline, load, fp8)
 
 
 def collect_gradients(model: GPT, mesh: Mesh, parts: ShardMap, plan: Plan) -> MainGradients | DividedGradients:

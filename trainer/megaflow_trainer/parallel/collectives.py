@@ -28,6 +28,13 @@ def sum_over(tensor: Tensor, group: dist.ProcessGroup | None, meter: Meter | Non
             dist.all_reduce(tensor, group=group)
 
 
+def max_over(tensor: Tensor, group: dist.ProcessGroup | None, meter: Meter | None = None) -> None:
+    """Replace `tensor` by its maximum over the ranks of `group` (one all-reduce)."""
+    if group is not None:
+        with sending(meter, "all_reduce", tensor, group):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+
+
 def copy_from_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
     """Replace `tensor` by that of the first rank of `group` (one broadcast)."""
     if group is not None:

@@ -2,9 +2,10 @@
 
 Compiled: each block by itself, with static shapes, so that all blocks share one compilation; whole, or where ranks
 share layers or sequences the parts between their collectives; of a block with experts, whose sizes change from step to
-step, attention, the activation function and what moves rows. Accumulated: `ops/accumulate.py`, for the linear layers
-of the blocks, experts multiplied one by one and the output projection, where the main gradients are wider than the
-weights, or of 16 bits, and their buffer is whole (ZeRO 0 and 1, no pipeline, layers not shared by ranks).
+step, attention, the activation function and what moves rows. Accumulated: `ops/linear.py` and `ops/accumulate.py`, for
+the linear layers of the blocks, experts multiplied one by one and the output projection, where the main gradients are
+wider than the weights, or of 16 bits, and their buffer is whole (ZeRO 0 and 1, no pipeline, layers not shared by
+ranks).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from megaflow_trainer.model.experts import ExpertWeight
 from megaflow_trainer.model.gpt import GPT, Block
 from megaflow_trainer.model.moe import MoE
-from megaflow_trainer.ops.accumulate import AccumulatingLoss, accumulate_linear, score_chunk
+from megaflow_trainer.ops.accumulate import AccumulatingLoss, score_chunk
+from megaflow_trainer.ops.linear import Linear
 from megaflow_trainer.ops.rows import compile_rows
 from megaflow_trainer.parallel.buckets import Bucket, Slot
 from megaflow_trainer.parallel.data import MainGradients
@@ -92,9 +94,9 @@ def accumulate_in_products(model: GPT, gradients: MainGradients, *, compiler: Co
         return slot.view(full)
 
     for block in [module for module in model.modules() if isinstance(module, Block)]:
-        own = [module for module in block.modules() if type(module) is nn.Linear and "forward" not in vars(module)]
-        for module in own:
-            accumulate_linear(module, view(slots[module.weight][1]))
+        for module in block.modules():
+            if isinstance(module, Linear):
+                module.product.main_grad = view(slots[module.weight][1])
         if isinstance(block.mlp, MoE) and block.mlp.experts.product.accumulates:
             for stack in [module for module in block.mlp.experts.modules() if isinstance(module, ExpertWeight)]:
                 stack.main_grad = view(slots[stack.weight][1])

@@ -39,6 +39,7 @@ from megaflow_trainer.model.attention import Attention, LatentAttention
 from megaflow_trainer.model.context import Context, Dropout
 from megaflow_trainer.model.gpt import GPT, Absent
 from megaflow_trainer.model.mlp import Mlp
+from megaflow_trainer.ops.linear import Linear
 from megaflow_trainer.parallel.collectives import copy_into, gather_tokens, scatter_sums, sum_from
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.shards import GradientSum, Piece, Shard, ShardMap, run, whole
@@ -167,12 +168,12 @@ def cut_columns(module: nn.Module, name: str, ranks: TensorRanks) -> None:
 
 def cut_rows(module: nn.Module, name: str, ranks: TensorRanks) -> None:
     """A linear layer of which this rank has some inputs; the bias is added once, after the sum."""
-    assert type(module) is nn.Linear, "another kind of linear layer has to say how to leave out its bias"
+    assert isinstance(module, Linear), "another kind of linear layer has to say how to leave out its bias"
     cut(module, name, "weight", run(module.weight.shape, 1, ranks.even(module.in_features)), ranks)
     module.in_features //= ranks.size
 
     def forward(x: Tensor) -> Tensor:
-        y = ranks.leave(F.linear(x, module.weight))
+        y = ranks.leave(module.product(x, module.weight, None))
         return y if module.bias is None else y + module.bias
 
     set_forward(module, forward)

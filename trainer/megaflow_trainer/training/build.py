@@ -136,6 +136,8 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         is_compiled=choose_compile(config, mesh.device)[0],
         tell=lambda why: say(mesh, f" note: {why}"),
         accumulates=_can_accumulate(config, mesh),
+        fp8=config.step.fp8,
+        precision=config.precision,
         seq_len=config.data.seq_len,
         measure_every=config.log.every * config.step.sizes.num_micro_batches,
     )
@@ -198,6 +200,8 @@ def introduce(run: Run, notes: Sequence[str]) -> None:
     obstacle = run.state.optimizer.obstacle
     if obstacle is not None and mesh.device.type == "cuda" and config.optim.kind == "adamw":
         say(mesh, f" note: AdamW moves the weights in several passes and not in one: {obstacle}")
+    if run.state.model.fp8 is not None:
+        say(mesh, f" {run.state.model.fp8.describe()}")
     if config.parallel.pp > 1:
         say(mesh, f" layers on pipeline ranks: {describe_stages(config.model, config.parallel)}")
     step = config.step

@@ -55,8 +55,8 @@ class TrainState:
     spikes: SpikeWatch
 
     def list_held(self, mesh: Mesh) -> dict[str, Held]:
-        """What this rank holds of all there is to save: model/NAME, optimizer/STATE.NAME, rng/KIND.RANK; each rank has
-        its own streams. Waits for weights that are on their way from other ranks.
+        """What this rank holds of all there is to save: model/NAME, optimizer/STATE.NAME, fp8/LAYER, rng/KIND.RANK;
+        each rank has its own streams. Waits for weights that are on their way from other ranks.
         """
         shards = self.model.parts.shards
         weights = {
@@ -64,6 +64,7 @@ class TrainState:
             for name, weight, start in self.model.gradients.list_weights()
         }
         weights |= {f"model/{name}": held for name, held in self.list_biases().items()}
+        weights |= self.list_scales()
         streams = {f"rng/{name}.{mesh.rank}": hold(value) for name, value in get_rng_state(mesh).items()}
         return {**weights, **self.list_states(), **streams}
 
@@ -89,11 +90,19 @@ class TrainState:
         """The biases of routers, which are no weights, by their names."""
         return {name: hold(bias) for name, bias in list_biases(self.model.module).items()}
 
+    def list_scales(self) -> dict[str, Held]:
+        """What delayed scales of fp8 remember: fp8/LAYER, the same on every rank that has a part of the layer."""
+        fp8 = self.model.fp8
+        states = {} if fp8 is None or fp8.scales is None else fp8.scales.list_states()
+        return {f"fp8/{name}": hold(state) for name, state in states.items()}
+
     def spread_masters(self) -> None:
         """Round masters that were filled into the weights, on all ranks that use them."""
         self.optimizer.copy_to_weights()
         self.model.gradients.share_weights()
         self.model.gradients.receive_weights()
+        if self.model.fp8 is not None and self.model.fp8.scales is not None:
+            self.model.fp8.scales.begin()
 
     def describe(self, config: TrainConfig, mesh: Mesh) -> dict[str, Any]:
         """Everything else to save, as JSON."""
@@ -203,6 +212,8 @@ def load_checkpoint(path: Path, config: TrainConfig, state: TrainState, mesh: Me
         targets |= {f"rng/{name}.{mesh.rank}": hold(value) for name, value in streams.items()}
     load_tensors(targets, path, mesh.world_group)
     state.spread_masters()
+    if config.checkpoint.loads_optimizer:
+        load_scales(path, state, shapes, mesh)
     state.feed.load_state_dict(saved["loader"])
     if config.checkpoint.loads_optimizer and state.optimizer.scaler is not None and saved.get("loss_scale"):
         state.optimizer.scaler.load_state_dict(saved["loss_scale"])
@@ -215,6 +226,16 @@ def load_checkpoint(path: Path, config: TrainConfig, state: TrainState, mesh: Me
     save = config.checkpoint.save
     is_own = save is not None and _is_same(str(path.parent), save)
     return Start(config, step, is_own=is_own, source=str(path))
+
+
+def load_scales(path: Path, state: TrainState, shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> None:
+    """Fill what delayed scales of fp8 remember, where the checkpoint has as much of it; else they begin anew."""
+    fp8 = state.model.fp8
+    if fp8 is None or fp8.scales is None:
+        return
+    wanted = {name: held for name, held in state.list_scales().items() if shapes.get(name) == held.shape}
+    load_tensors(wanted, path, mesh.world_group)
+    fp8.scales.set_units()
 
 
 def list_targets(config: TrainConfig, state: TrainState, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Held]:

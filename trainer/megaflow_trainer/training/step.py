@@ -101,6 +101,8 @@ def train_step(
         sum_over(totals, mesh.loss_group, mesh.meter("world"))
         model.gradients.reduce()
         report.side_losses = sides.reduce()
+        if model.fp8 is not None and model.fp8.scales is not None:
+            model.fp8.scales.advance()
         report.load = None if model.load is None else model.load.finish(totals[1], is_wanted=has_norm)
     with clock.phase(OPTIMIZER):
         num_tokens = totals[1].clamp(min=1) * lift
