@@ -154,14 +154,14 @@ def test_the_loss_curve_is_that_of_bf16(
     bf16: list[tuple[int, float, float, float, int]],
     tmp_path: Path,
 ) -> None:
-    """30 steps: the first loss within 5e-3, every one within 2 %, and their mean within 0.5 %."""
+    """30 steps, from 4.3 to 0.02 nats: the first loss within 5e-3, all within 0.02 or 8 %, the mean within 1 %."""
     flags = ["--fp8-format", kind, "--fp8-recipe", recipe, *(["--compile"] if is_compiled else [])]
     run_tiny(prefix, [*MODEL, *flags, "--run-dir", str(tmp_path)], one_gpu())
     plain, found = [line[1] for line in bf16], [line[1] for line in read_curve(tmp_path)]
     assert plain[-1] < plain[0] - 0.1, "something is learned"
     assert found[0] == pytest.approx(plain[0], abs=5e-3)
-    assert found == pytest.approx(plain, rel=2e-2)
-    assert sum(found) == pytest.approx(sum(plain), rel=5e-3)
+    assert found == pytest.approx(plain, rel=8e-2, abs=2e-2)
+    assert sum(found) == pytest.approx(sum(plain), rel=1e-2)
     assert found != plain
     assert all(line["skipped_steps"] == 0 for line in read_metrics(tmp_path))
 

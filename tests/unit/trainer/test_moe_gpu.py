@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.gpu,
     # torch says so when the first product of a process is one of backward's
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),  # inductor's
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
 ]
 CUDA = torch.device("cuda")
