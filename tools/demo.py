@@ -36,6 +36,7 @@ EXACT = "--hidden-dropout 0 --attention-dropout 0"
 CADENCE = "--log-interval 1 --eval-interval 30 --eval-iters 2 --split 949,50,1"
 PHASES = {
     "loader_bound_s": "loader-bound: waiting for data",
+    "feed_s": "feed: taking over batches",
     "forward_s": "forward",
     "backward_s": "backward",
     "communication_s": "communication (exposed)",

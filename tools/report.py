@@ -37,7 +37,7 @@ CURVES = (
     ("loss_scale", "loss scale", ""),
 )
 """Values that get a curve: name in metrics.jsonl, title, unit."""
-PHASES = ("loader_bound", "forward", "backward", "communication", "optimizer", "log", "other")
+PHASES = ("loader_bound", "feed", "forward", "backward", "communication", "optimizer", "log", "other")
 
 
 class ReportError(Exception):

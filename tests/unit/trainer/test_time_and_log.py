@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from megaflow import Loader, StreamingDataset
 from megaflow.errors import ConfigError, DataFormatError
 from megaflow_trainer.training.clock import (
     ASIDE,
     BACKWARD,
     CHECKPOINT,
     EVAL,
+    FEED,
     FORWARD,
     H2D,
     HOST_WAIT,
@@ -42,29 +45,37 @@ class FakeTime:
 
 
 class SlowLoader:
-    """A source that takes `make_s` for a batch and works ahead of its reader, one batch at most."""
+    """A source that takes `make_s` for a batch and works ahead of its reader, one batch at most; handing it over takes
+    `give_s` even if it lies ready.
+    """
 
-    def __init__(self, time: FakeTime, make_s: float, count: int = 100) -> None:
-        self.time, self.make_s = time, make_s
+    def __init__(self, time: FakeTime, make_s: float, count: int = 100, give_s: float = 0.0) -> None:
+        self.time, self.make_s, self.give_s = time, make_s, give_s
         self.ready_at = make_s
         self.batches: Iterator[Any] = iter([np.arange(10).reshape(2, 5)] * count)
 
     def __next__(self) -> Any:
         rows = next(self.batches)
+        num_ready = int(self.ready_at <= self.time.seconds)
         self.time.seconds = max(self.time.seconds, self.ready_at)
         self.ready_at = self.time.seconds + self.make_s
+        self.time.pass_by(self.give_s)
 
         class Batch:
             tokens, labels, sample_ids, loss_mask = rows[:, :-1], rows[:, 1:], np.arange(2), None
+            queue_depth = num_ready
 
         return Batch
 
 
-def run_step(make_s: float, compute_s: float, num_steps: int = 3) -> list[tuple[float, dict[str, float]]]:
+def run_step(
+    make_s: float, compute_s: float, num_steps: int = 3, give_s: float = 0.0
+) -> list[tuple[float, dict[str, float]]]:
     """Steps of one batch each over a source that works ahead."""
     time = FakeTime()
     clock = Clock(CPU, time)
-    feed = Feed(SlowLoader(time, make_s), CPU, clock, vocab_size=10, eod_id=None)  # type: ignore[arg-type]
+    loader = SlowLoader(time, make_s, give_s=give_s)
+    feed = Feed(loader, CPU, clock, vocab_size=10, eod_id=None)  # type: ignore[arg-type]
     steps = []
     for _ in range(num_steps):
         feed.next()
@@ -92,7 +103,53 @@ def test_the_same_source_hidden_behind_compute_is_no_loader_bound_time() -> None
         assert seconds[LOADER_BOUND] == seconds[HOST_WAIT] == 0.0
 
 
-def test_the_copy_to_the_device_is_told_beside_and_within_loader_bound() -> None:
+def test_taking_over_a_batch_that_lay_ready_is_work_and_no_waiting() -> None:
+    for step_s, seconds in run_step(make_s=5.0, compute_s=6.0, give_s=0.25)[1:]:
+        assert step_s == pytest.approx(6.25)
+        assert (seconds[LOADER_BOUND], seconds[FEED], seconds[HOST_WAIT]) == (0.0, 0.25, 0.25)
+    for step_s, seconds in run_step(make_s=5.0, compute_s=2.0, give_s=0.25)[1:]:
+        assert step_s == pytest.approx(5.0)  # the next batch is begun when this one is asked for
+        assert (seconds[LOADER_BOUND], seconds[FEED]) == (pytest.approx(3.0), 0.0)
+
+
+PAUSE_S = 0.05
+
+
+def feed_from_a_slow_stream(num_threads: int, compute_s: float, num_steps: int = 6) -> list[dict[str, float]]:
+    """Seconds by phase of steps over a real loader, whose source pauses before every micro-batch it can make."""
+    pa = pytest.importorskip("pyarrow")
+    schema = pa.schema([("text", pa.string())])
+    text = "one two three four five six seven"  # with its end as many tokens as a sample
+
+    def read() -> Iterator[Any]:
+        for _ in range(200):
+            time.sleep(PAUSE_S)
+            yield pa.record_batch([[text] * 4], schema)
+
+    dataset = StreamingDataset(
+        pa.RecordBatchReader.from_batches(schema, read()), seq_len=8, shuffle_window=1, interleave=1, num_threads=1
+    )
+    clock = Clock(CPU)
+    with Loader(dataset, 4, num_threads=num_threads, prefetch=2) as loader:
+        feed = Feed(loader, CPU, clock, vocab_size=50257, eod_id=None)
+        found = []
+        for _ in range(num_steps):
+            feed.next()
+            with clock.phase(FORWARD):
+                time.sleep(compute_s)
+            found.append(clock.end_step().read()[1])
+    return found[1:]
+
+
+def test_a_slow_stream_is_loader_bound_and_hidden_behind_compute_it_is_exactly_zero() -> None:
+    shown = feed_from_a_slow_stream(num_threads=0, compute_s=0.0)
+    assert sum(seconds[LOADER_BOUND] for seconds in shown) >= 0.5 * len(shown) * PAUSE_S
+    hidden = feed_from_a_slow_stream(num_threads=1, compute_s=8 * PAUSE_S)
+    assert [seconds[LOADER_BOUND] for seconds in hidden] == [0.0] * len(hidden)
+    assert all(0 < seconds[HOST_WAIT] <= seconds[FEED] for seconds in hidden)
+
+
+def test_the_copy_to_the_device_is_told_beside_and_within_the_feed() -> None:
     time = FakeTime()
     clock = Clock(CPU, time)
     feed = Feed(SlowLoader(time, 1.0), CPU, clock, vocab_size=10, eod_id=None)  # type: ignore[arg-type]
@@ -105,7 +162,7 @@ def test_the_copy_to_the_device_is_told_beside_and_within_loader_bound() -> None
     feed._send = slow_send  # type: ignore[method-assign]
     feed.next()
     _, seconds = clock.end_step().read()
-    assert (seconds[HOST_WAIT], seconds[H2D], seconds[LOADER_BOUND]) == (1.0, 0.5, 1.5)
+    assert (seconds[HOST_WAIT], seconds[LOADER_BOUND], seconds[H2D], seconds[FEED]) == (1.0, 1.0, 0.5, 0.5)
 
 
 def test_what_comes_between_steps_is_aside() -> None:
@@ -160,7 +217,7 @@ VALUES = {
     "lm_loss": 10.8234567,
     "grad_norm": 2.3456789,
     "param_norm": 3.5,
-    "step_time_s": 0.12,
+    "step_time_s": 0.14,
     **{f"{name}_s": 0.02 for name in (*PHASES, "other")},
     "host_wait_s": 0.001,
     "samples_per_s": 80.0,
@@ -174,9 +231,9 @@ VALUES = {
 def test_the_line_shows_every_value_with_six_digits_for_loss_and_norm() -> None:
     assert format_line(VALUES, 100) == (
         " iteration 7/100 | consumed samples: 56 | lr: 1.234568E-04 | lm loss: 1.082346E+01 | grad norm: 2.345679E+00"
-        " | params norm: 3.500000E+00 | step time (ms): 120.00 = loader bound 20.00 + forward 20.00 + backward 20.00 + "
-        "communication 20.00 + optimizer 20.00 + log 20.00 + other 20.00 | host wait (ms): 1.00 | samples/s: 80.00 | "
-        "tokens/s/GPU: 1280 | TFLOP/s/GPU: 0.5 | memory (MiB): 512, peak 1024"
+        " | params norm: 3.500000E+00 | step time (ms): 140.00 = loader bound 20.00 + feed 20.00 + forward 20.00 + "
+        "backward 20.00 + communication 20.00 + optimizer 20.00 + log 20.00 + other 20.00 | host wait (ms): 1.00 | "
+        "samples/s: 80.00 | tokens/s/GPU: 1280 | TFLOP/s/GPU: 0.5 | memory (MiB): 512, peak 1024"
     )
 
 

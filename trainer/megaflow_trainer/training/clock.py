@@ -5,9 +5,10 @@ stream that does the work; they are read when somebody asks, by then long past. 
 before it to its own end, by the same clock as its phases.
 
 `loader bound` is the time in which the device had nothing to do because its next batch was not on it:
-max(0, batch arrived - earlier work finished). On the CPU this is the time for which the step was blocked. Beside the
-sum stand `host wait`, for which the host waited for the loader, and `h2d`, the copying of batches, which runs beside
-the computation: what of the two the device had to wait for is in `loader bound` already.
+max(0, batch arrived - earlier work finished). On the CPU this is the time for which the step was blocked: from asking
+for a batch that did not lie ready until it did. Taking over a batch that lies there is work of the CPU (`feed`), as
+checking and copying it are; beside a GPU that work runs ahead. Beside the sum stand `host wait`, for which the host was
+in the loader, and `h2d`, the copying of batches: what of the two the device had to wait for is in the phases already.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch.profiler import record_function
 
 LOADER_BOUND = "loader_bound"
+FEED = "feed"
 FORWARD = "forward"
 BACKWARD = "backward"
 COMMUNICATION = "communication"
@@ -30,7 +32,7 @@ EVAL = "eval"
 CHECKPOINT = "checkpoint"
 HOST_WAIT = "host_wait"
 H2D = "h2d"
-PHASES = (LOADER_BOUND, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, LOG)
+PHASES = (LOADER_BOUND, FEED, FORWARD, BACKWARD, COMMUNICATION, OPTIMIZER, LOG)
 """Parts of a step; with `other` they add up to it."""
 ASIDE = (EVAL, CHECKPOINT)
 """What comes between steps and is no part of them."""
@@ -45,6 +47,13 @@ class Span:
     name: str
     begin: torch.cuda.Event
     end: torch.cuda.Event
+
+
+@dataclass(slots=True)
+class Phase:
+    """A phase in progress; what it is may show itself before it ends."""
+
+    name: str
 
 
 @dataclass(slots=True)
@@ -107,19 +116,20 @@ class Clock:
         return times
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count what happens inside as `name`, on the stream that computes."""
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Count what happens inside on the stream that computes, as `name` or what the phase is called at its end."""
         outer, self.current = self.current, name
         self.beat()
+        phase = Phase(name)
         with self._trace(name) if self.is_traced else _NOTHING:
             if self.device.type == "cuda":
                 begin = self.mark()
-                yield
-                self._times.spans.append(Span(name, begin, self.mark()))
+                yield phase
+                self._times.spans.append(Span(phase.name, begin, self.mark()))
             else:
                 begin_s = self.now()
-                yield
-                self._times.seconds[name] += self.now() - begin_s
+                yield phase
+                self._times.seconds[phase.name] += self.now() - begin_s
         self.current = outer
 
     @contextmanager

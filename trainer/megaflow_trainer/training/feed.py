@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megaflow import Loader
+from megaflow import Batch, Loader
 from megaflow.errors import ConfigError, DataFormatError, MegaflowError
 from megaflow_trainer.model.context import number_documents
-from megaflow_trainer.training.clock import H2D, HOST_WAIT, LOADER_BOUND, Clock
+from megaflow_trainer.training.clock import FEED, H2D, HOST_WAIT, LOADER_BOUND, Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,12 @@ class Feed:
             DataFormatError: if a token is outside the vocabulary.
         """
         if self.stream is None:
-            with self.clock.phase(LOADER_BOUND):
-                host = self._read()
+            with self.clock.phase(LOADER_BOUND) as phase:
+                batch = self._read()
+                if batch.queue_depth:  # it had arrived before the step asked: nothing was waited for
+                    phase.name = FEED
+            with self.clock.phase(FEED):
+                host = self._check(batch)
                 with self.clock.host(H2D):
                     return self._pack(host)
         earlier_work = self.clock.mark()
@@ -128,18 +132,20 @@ class Feed:
 
     def _copy(self, stream: torch.cuda.Stream, position: dict[str, Any]) -> _Ahead:
         """Start copying the next batch on a stream of its own."""
-        host = self._read()
+        host = self._check(self._read())
         with torch.cuda.stream(stream):
             began = self.clock.mark(stream)
             batch = self._pack(host)
         return _Ahead(position, batch, began, self.clock.mark(stream))
 
-    def _read(self) -> HostBatch:
+    def _read(self) -> Batch:
         try:
             with self.clock.host(HOST_WAIT):
-                batch = next(self.loader)
+                return next(self.loader)
         except StopIteration:
             raise ConfigError("the data end before the run does; lower --train-iters or --eval-iters") from None
+
+    def _check(self, batch: Batch) -> HostBatch:
         largest = max(int(batch.tokens.max()), int(batch.labels.max()))
         if largest >= self.vocab_size:
             raise DataFormatError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megaflow_trainer.parallel.traffic import read_flows
-from megaflow_trainer.training.clock import Clock, StepTimes
+from megaflow_trainer.training.clock import LOG, Clock, StepTimes
 from megaflow_trainer.training.step import StepReport
 
 
@@ -52,18 +52,9 @@ class Ledger:
 
     def add(self, step: int, consumed: int, report: StepReport) -> list[StepResult]:
         """End a step. Returns the results that can be had without waiting for its end."""
-        is_skipped = report.is_skipped
-        skipped = is_skipped if isinstance(is_skipped, Tensor) else torch.tensor(is_skipped)
-        norm = report.param_norm
-        others = {f"{name}_loss": loss for name, loss in report.side_losses.items()}
-        others |= {} if report.load is None else report.load.list_values()
-        if report.saved is not None and report.saved.error is not None:
-            others["saved_error"] = report.saved.error
-        parts = [report.loss, report.grad_norm, report.loss if norm is None else norm, skipped, *others.values()]
-        values = torch.stack([part.to(report.loss.device, torch.float64) for part in parts])
-        if values.is_cuda:
-            values = values.to("cpu", non_blocking=True)  # pinned by torch; there at the end of the step
-        self._entries.append(_Entry(step, consumed, report, self.clock.end_step(), values, tuple(others)))
+        with self.clock.phase(LOG):
+            values, names = _collect(report)
+        self._entries.append(_Entry(step, consumed, report, self.clock.end_step(), values, names))
         return self._take(keep=1 if report.loss.is_cuda else 0)
 
     def flush(self) -> list[StepResult]:
@@ -74,6 +65,22 @@ class Ledger:
         ready = self._entries[: len(self._entries) - keep]
         self._entries = self._entries[len(ready) :]
         return [_read(entry) for entry in ready]
+
+
+def _collect(report: StepReport) -> tuple[Tensor, tuple[str, ...]]:
+    """The numbers of a step as one tensor on its way to the host, and the names of the losses behind the first four."""
+    is_skipped = report.is_skipped
+    skipped = is_skipped if isinstance(is_skipped, Tensor) else torch.tensor(is_skipped)
+    norm = report.param_norm
+    others = {f"{name}_loss": loss for name, loss in report.side_losses.items()}
+    others |= {} if report.load is None else report.load.list_values()
+    if report.saved is not None and report.saved.error is not None:
+        others["saved_error"] = report.saved.error
+    parts = [report.loss, report.grad_norm, report.loss if norm is None else norm, skipped, *others.values()]
+    values = torch.stack([part.to(report.loss.device, torch.float64) for part in parts])
+    if values.is_cuda:
+        values = values.to("cpu", non_blocking=True)  # pinned by torch; there at the end of the step
+    return values, tuple(others)
 
 
 def _read(entry: _Entry) -> StepResult:

@@ -16,7 +16,7 @@ from megaflow_trainer.ops.attention import prefer_kernels
 from megaflow_trainer.parallel.collectives import own_group
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training.build import Run, set_up
-from megaflow_trainer.training.clock import CHECKPOINT, EVAL, LOG
+from megaflow_trainer.training.clock import CHECKPOINT, COMMUNICATION, EVAL, LOG
 from megaflow_trainer.training.data import build_loader, open_data, with_vocabulary
 from megaflow_trainer.training.evaluate import evaluate
 from megaflow_trainer.training.ledger import Ledger, StepResult
@@ -79,9 +79,10 @@ def loop(run: Run, saver: Saver | None, ending: Ending, deadline_s: float | None
         for step in range(run.start.step + 1, config.last_step + 1):
             clock.step = step
             profiler.before(step)
-            plan = run.planner.plan(consumed)
+            with clock.phase(LOG):
+                run.guard.documents.mark(run.feed)
+                plan = run.planner.plan(consumed)
             consumed += plan.num_samples
-            run.guard.documents.mark(run.feed)
             report = train_step(
                 run.state.model,
                 run.state.optimizer,
@@ -135,7 +136,8 @@ def find_stop(run: Run, vote: StopVote, saver: Saver | None, step: int) -> Stop:
     Raises:
         FileAccessError: on all ranks, if a checkpoint could not be written.
     """
-    stop = vote.is_agreed(has_fault=saver is not None and saver.has_failed)
+    with run.clock.phase(COMMUNICATION):
+        stop = vote.is_agreed(has_fault=saver is not None and saver.has_failed)
     if stop is Stop.FAULT:
         assert saver is not None, "the only one that has faults"
         saver.finish()
