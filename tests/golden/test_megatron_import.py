@@ -16,7 +16,7 @@ from helpers.pairs import write_pair
 from helpers.runs import SHAPE, read_metrics, read_tensors, run_tiny
 from megaflow.errors import CheckpointError, ConfigError
 from megaflow_trainer.checkpoint.initial import fill_weights, read_weights
-from megaflow_trainer.checkpoint.megatron import find_megatron, read_megatron
+from megaflow_trainer.checkpoint.megatron import find_megatron, list_kinds, read_megatron
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.gpt import build_gpt
 from megaflow_trainer.model.sockets import Sockets
@@ -61,11 +61,40 @@ def test_imported_weights_give_megatrons_losses(kind: str) -> None:
     assert max(recorded["losses"]) - min(recorded["losses"]) > 0.1
 
 
+def test_a_model_trains_on_from_megatrons_optimizer_with_its_losses() -> None:
+    recorded = json.loads((HERE / "trained" / "losses.json").read_text())
+    path = HERE / "trained" / "iter_0000007"
+    assert list_kinds(path) == {"exp_avg": 16, "exp_avg_sq": 16}
+    model = build_gpt(MODELS["gpt"], Sockets(), device=torch.device("cpu"), dtype=torch.float32).train()
+    named = dict(model.named_parameters())
+    for name, weight in read_megatron(path, MODELS["gpt"]).items():
+        named[name].data.copy_(weight)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    moments = {kind: read_megatron(path, MODELS["gpt"], kind) for kind in ("exp_avg", "exp_avg_sq")}
+    for name, weight in named.items():
+        optimizer.state[weight] = {"step": torch.tensor(7.0), **{kind: moments[kind][name] for kind in moments}}
+    tokens, losses = torch.tensor([recorded["tokens"]]), []
+    for _ in recorded["losses"]:
+        optimizer.zero_grad()
+        loss = model(tokens, tokens).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == pytest.approx(recorded["losses"], rel=1e-5)
+    assert recorded["losses"][0] > 1.02 * recorded["losses"][-1]
+
+
 def test_another_shape_is_told() -> None:
     with pytest.raises(CheckpointError, match=r"linear_qkv.weight has shape \(2, 48, 16\), which does not fit"):
         read_megatron(HERE / "gpt" / "iter_0000007", ModelConfig(**{**COMMON, "num_kv_heads": 3, "num_heads": 12}))
     with pytest.raises(CheckpointError, match=r"tensor output_layer\.weight is not in the checkpoint"):
         read_megatron(HERE / "gpt" / "iter_0000007", ModelConfig(**{**COMMON, "tied_embeddings": False}))
+
+
+@pytest.mark.parametrize("kind", [{"num_mtp_layers": 1}, {"num_experts": 4}])
+def test_a_kind_of_model_that_is_not_read_is_told(kind: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="and experts are not read from Megatron-Core's checkpoints; convert it"):
+        read_megatron(HERE / "gpt" / "iter_0000007", ModelConfig(**{**COMMON, **kind}))
 
 
 class Bomb:
@@ -109,7 +138,7 @@ def test_finetuning_takes_the_weights_and_begins_anew(tmp_path: Path, capsys: py
 
 def test_going_on_from_one_is_refused_with_the_remedy(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "toy", vocab_size=24)
-    with pytest.raises(CheckpointError, match="of which the weights can be taken: give --finetune"):
+    with pytest.raises(CheckpointError, match=r"holds no exp_avg and exp_avg_sq .* --finetune"):
         run_tiny(prefix, [*SMALL, "--load", str(HERE / "gpt"), "--run-dir", str(tmp_path / "run")], base=SHAPE)
     with pytest.raises(ConfigError, match=r"takes the weights of checkpoint\.load"):
         run_tiny(prefix, [*SMALL, "--finetune", "--run-dir", str(tmp_path / "run")], base=SHAPE)

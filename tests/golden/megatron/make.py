@@ -1,12 +1,15 @@
-"""Records checkpoints of two tiny models as Megatron-Core writes them, and the losses that its own model computes.
+"""Records checkpoints of tiny models as Megatron-Core writes them, and the losses that its own model computes; one in
+the midst of training, with the state of its optimizer and the losses of the steps that follow.
 
-python tests/golden/megatron/make.py, where megatron-core 0.16 is installed beside torch; the tests do not need it.
+python tests/golden/megatron/make.py [KIND ...], where megatron-core 0.16 is installed beside torch; the tests do not
+need it.
 On the CPU some of its calls to CUDA are answered here, and torch writes the files that its own writer would.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import shutil
@@ -22,6 +25,7 @@ import torch.nn.functional as F
 
 HERE = Path(__file__).parent
 NUM_TOKENS, VOCAB, HIDDEN = 8, 24, 16
+ADAM = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 
 
 def make_model(kind: str) -> Any:
@@ -62,6 +66,28 @@ def make_model(kind: str) -> Any:
     return model
 
 
+def train(model: Any, optimizer: Any, tokens: torch.Tensor, mask: torch.Tensor, num_steps: int) -> list[float]:
+    """Losses of some steps on the same tokens."""
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        logits = model(tokens, torch.arange(NUM_TOKENS)[None], mask)[0]
+        loss = F.cross_entropy(logits, tokens[0])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def describe_optimizer(model: Any, optimizer: Any, state: Any) -> Any:
+    """What Megatron saves of its optimizer."""
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    own = FP32Optimizer.__new__(FP32Optimizer)  # what it makes of a GPU's loss scale is not needed
+    own.optimizer, own.is_stub_optimizer = optimizer, False
+    return own.sharded_state_dict(state)
+
+
 def record(kind: str) -> None:
     """One folder: the checkpoint, and losses.json."""
     from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
@@ -78,9 +104,19 @@ def record(kind: str) -> None:
     path = folder / "iter_0000007"
     path.mkdir(parents=True)
     losses = F.cross_entropy(logits, tokens[0], reduction="none").tolist()
-    (folder / "losses.json").write_text(json.dumps({"tokens": tokens[0].tolist(), "losses": losses}) + "\n")
+    recorded = {"tokens": tokens[0].tolist(), "losses": losses}
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
     state = {"model": model.sharded_state_dict(), "args": argparse.Namespace(num_layers=2), "iteration": 7}
+    if kind == "trained":
+        optimizer = torch.optim.Adam(model.parameters(), **ADAM)
+        train(model, optimizer, tokens, mask, 7)
+        kept = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        recorded["losses"] = train(model, optimizer, tokens, mask, 5)  # of the steps behind the checkpoint
+        model.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+        state["model"] = model.sharded_state_dict()
+        state["optimizer"] = describe_optimizer(model, optimizer, state["model"])
+    (folder / "losses.json").write_text(json.dumps(recorded) + "\n")
     apply_factories(state)
     sharded, common = extract_matching_values(state, lambda value: isinstance(value, ShardedBase))
     sharded, _, _ = strategy._replace_state_dict_keys_with_sharded_keys(sharded, True)
@@ -92,7 +128,7 @@ def record(kind: str) -> None:
 
 
 def main() -> int:
-    """Record both."""
+    """Record those that are named, or all."""
     os.chdir(HERE)
     import megatron.core.transformer.dot_product_attention as attention
     from megatron.core import parallel_state
@@ -102,7 +138,7 @@ def main() -> int:
     attention.tensor_parallel.get_cuda_rng_tracker = lambda *_, **__: tracker
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    for kind in ("gpt", "llama"):
+    for kind in sys.argv[1:] or ("gpt", "llama", "trained"):
         record(kind)
     return 0
 

@@ -15,7 +15,7 @@ from megaflow_trainer.checkpoint import store
 from megaflow_trainer.checkpoint.dcp import read_tensors
 from megaflow_trainer.checkpoint.held import Held, as_held, put_whole
 from megaflow_trainer.checkpoint.hf import is_hf_folder, read_hf
-from megaflow_trainer.checkpoint.megatron import find_megatron, read_megatron
+from megaflow_trainer.checkpoint.megatron import MASTER, find_megatron, list_kinds, read_megatron
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.parallel.collectives import copy_from_first, do_on_first, gather_objects
 
@@ -43,7 +43,7 @@ def read_weights(
     if megatron is not None:
         if model is None:
             raise CheckpointError(f"{megatron}: a checkpoint of Megatron-Core is read by a run, with {flag}")
-        return read_megatron(megatron, model), megatron
+        return read_megatron(megatron, model, MASTER if MASTER in list_kinds(megatron) else ""), megatron
     path = folder if store.find_damage(folder) is None else store.find_checkpoint(folder).path
     if path is None:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Weights from a `torch_dist` checkpoint of Megatron-Core, whatever layout wrote it.
+"""Weights and optimizer states from a `torch_dist` checkpoint of Megatron-Core, whatever layout wrote it.
 
 The format is torch's DCP: its description is a pickle, which is read here by an unpickler that knows the few classes of
 such a description and refuses all else; tensors are read with `weights_only`. `common.pt`, a pickle of arguments, is
@@ -6,13 +6,18 @@ not opened: the shape comes from this run's configuration.
 
 Megatron's rows of queries, keys and values stand group by group (the queries of a group, its key, its value), ours all
 queries, all keys, all values; its first product of an MLP with a gate holds the gate above the rest.
+
+States of the optimizer stand as `optimizer.state.KIND.WEIGHT`: with the weight's shape (plain optimizers, and the
+distributed one as `fully_reshardable`), or cut (`fully_sharded_model_space`): of a weight of `[X, Y]` whose ranks hold
+`[x, y]` each, `[X / x, Y / y, x y]`. Its other formats name buckets instead of weights, and are not read.
 """
 
 from __future__ import annotations
 
 import pickle
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,6 +32,10 @@ from megaflow_trainer.model.gpt import build_gpt
 from megaflow_trainer.model.sockets import Sockets
 
 _DESCRIPTION, _POINTER = ".metadata", "latest_checkpointed_iteration.txt"
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+_MASTERS = ("fp32_param", "param")
+MASTER = "master"
+"""What masters are called here: Megatron's formats call them by two names."""
 
 
 class _Ignored:
@@ -99,47 +108,102 @@ def find_megatron(folder: Path) -> Path | None:
     return inner if (inner / _DESCRIPTION).is_file() else None
 
 
-def read_megatron(folder: Path, model: ModelConfig) -> dict[str, Tensor]:
-    """The weights by our names, on the CPU, in the dtypes of the checkpoint.
+def list_kinds(folder: Path) -> dict[str, int]:
+    """Kinds of optimizer states that a checkpoint holds by the names of weights, and of how many of Megatron's tensors:
+    master, exp_avg, exp_avg_sq.
+    """
+    return {kind: len(names) for kind, names in _sort(_list_saved(MegatronReader(folder))).items() if kind}
+
+
+def read_megatron(folder: Path, model: ModelConfig, kind: str = "") -> dict[str, Tensor]:
+    """The weights by our names, on the CPU, in the dtypes of the checkpoint; or a kind of optimizer states.
 
     Args:
         folder: a checkpoint that `find_megatron` found.
         model: the shape of this run.
+        kind: one that `list_kinds` tells; the weights themselves if not given.
 
     Raises:
         CheckpointError: if a tensor is missing or of another shape than this run's, or this model is of a kind that is
             not read.
     """
-    if model.is_latent or model.num_mtp_layers:
+    if model.is_latent or model.num_mtp_layers or model.num_experts is not None:
         raise CheckpointError(
-            f"{folder}: multi-latent attention and multi-token prediction are not read from Megatron-Core's checkpoints"
+            f"{folder}: multi-latent attention, multi-token prediction and experts are not read from Megatron-Core's "
+            "checkpoints; convert it to a Hugging Face folder, and give that with --finetune"
         )
     reader = MegatronReader(folder)
-    saved = {
+    saved = _list_saved(reader)
+    found = _sort(saved)
+    plain, wanted = found.get("", {}), found.get(kind, {})
+    sources = {name: _find_source(name, model, plain) for name in _list_names(model)}
+    missing = [names[0] for names, _, _ in sources.values() if not any(name in wanted for name in names)]
+    if missing:
+        what = f"tensor {missing[0]}" if not kind else f"{kind} of {missing[0]}"
+        raise CheckpointError(f"{folder}: {what} is not in the checkpoint")
+    places = {name: next(one for one in names if one in wanted) for name, (names, _, _) in sources.items()}
+    targets = {
+        wanted[place]: torch.empty(saved[wanted[place]].size, dtype=saved[wanted[place]].properties.dtype)
+        for place in places.values()
+    }
+    load_tensors(targets, folder, None, reader=reader)
+    weights = {}
+    for name, (_, layer, change) in sources.items():
+        place = places[name]
+        tensor = targets[wanted[place]]
+        try:
+            whole = _join_cuts(tensor, saved[plain[place]].size)
+            weights[name] = change(whole if layer is None else whole[layer]).contiguous()
+        except (RuntimeError, IndexError, KeyError):
+            raise CheckpointError(
+                f"{folder}: tensor {wanted[place]} has shape {tuple(tensor.shape)}, which does not fit this run's "
+                "heads or layers; start with the model flags that the checkpoint was made with"
+            ) from None
+    return weights
+
+
+def read_iteration(folder: Path) -> int | None:
+    """The iteration in the name of a checkpoint's folder; None for a release."""
+    found = re.fullmatch(r"iter_(\d{7,18})", folder.name, re.ASCII)
+    return None if found is None else int(found[1])
+
+
+Saved = Mapping[str, metadata.TensorStorageMetadata]
+
+
+def _list_saved(reader: MegatronReader) -> Saved:
+    return {
         name: item
         for name, item in reader.read_metadata().state_dict_metadata.items()
         if isinstance(item, metadata.TensorStorageMetadata)
     }
-    sources = {name: _find_source(name, model, saved) for name in _list_names(model)}
-    wanted = dict.fromkeys(source for found, _, _ in sources.values() for source in found)
-    missing = [name for found, _, _ in sources.values() if not any(n in saved for n in found) for name in found[:1]]
-    if missing:
-        raise CheckpointError(f"{folder}: tensor {missing[0]} is not in the checkpoint")
-    targets = {
-        name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in wanted if name in saved
-    }
-    load_tensors(targets, folder, None, reader=reader)
-    weights = {}
-    for name, (found, layer, change) in sources.items():
-        tensor = targets[next(candidate for candidate in found if candidate in targets)]
-        try:
-            weights[name] = change(tensor if layer is None else tensor[layer]).contiguous()
-        except (RuntimeError, IndexError):
-            raise CheckpointError(
-                f"{folder}: tensor {found[0]} has shape {tuple(tensor.shape)}, which does not fit this run's heads or "
-                "layers; start with the model flags that the checkpoint was made with"
-            ) from None
-    return weights
+
+
+def _sort(saved: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Names of tensors by kind of state ("" for weights) and weight."""
+    kinds: dict[str, dict[str, str]] = {"": {}}
+    for name in saved:
+        found = _STATE.fullmatch(name)
+        kind, weight = ("", name) if found is None else found.groups()
+        kinds.setdefault(MASTER if kind in _MASTERS else kind, {})[weight] = name
+    return kinds
+
+
+def _join_cuts(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor `[X / x, Y / y, ..., x y ...]` of flattened cuts as the whole one, `[X, Y, ...]`; others as they are.
+
+    Raises:
+        RuntimeError: if it is neither.
+    """
+    if list(tensor.shape) == list(shape):
+        return tensor
+    counts = tensor.shape[:-1]
+    if len(counts) != len(shape) or 0 in counts or any(size % count for size, count in zip(shape, counts, strict=True)):
+        raise RuntimeError(f"{tuple(tensor.shape)} is no cut of {tuple(shape)}")
+    cut = [size // count for size, count in zip(shape, counts, strict=True)]
+    num_dims = len(cut)
+    apart = tensor.reshape(*counts, *cut)
+    return apart.permute(*(axis for dim in range(num_dims) for axis in (dim, num_dims + dim))).reshape(tuple(shape))
 
 
 Change = Callable[[Tensor], Tensor]

@@ -77,6 +77,16 @@ def count_steps(step: StepConfig, num_samples: int) -> int:
     return steps + (num_samples - consumed) // step.sizes.global_batch_size
 
 
+def count_samples(step: StepConfig, num_steps: int) -> int:
+    """Samples that the first `num_steps` steps consume, ramp-up included."""
+    consumed = 0
+    ramp = read_ramp_up(step)
+    while ramp is not None and num_steps and consumed < ramp[2]:
+        consumed += batch_at(step, consumed)
+        num_steps -= 1
+    return consumed + num_steps * step.sizes.global_batch_size
+
+
 def _contradiction(step: StepConfig, *, dp: int, micro: int, total: int, accumulation: int) -> str:
     unit = (step.micro_batch_size or 1) * dp * (step.num_micro_batches or 1)
     below, above = total // unit * unit, -(-total // unit) * unit

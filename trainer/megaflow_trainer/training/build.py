@@ -36,10 +36,11 @@ from megaflow_trainer.training.guards import Guard
 from megaflow_trainer.training.kernels import choose_attention, choose_compile
 from megaflow_trainer.training.manifest import Origin, describe_data, write_manifest
 from megaflow_trainer.training.preflight import describe_needs
-from megaflow_trainer.training.resume import Start, TrainState, resume_or_start
+from megaflow_trainer.training.resume import resume_or_start
 from megaflow_trainer.training.say import say
 from megaflow_trainer.training.sinks import prepare_metrics
 from megaflow_trainer.training.spikes import SpikeWatch
+from megaflow_trainer.training.state import Start, TrainState
 from megaflow_trainer.training.stream_data import describe_batches
 
 
