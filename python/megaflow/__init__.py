@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megaflow.batch import Batch as Batch
     from megaflow.blend import BlendedDataset as BlendedDataset
     from megaflow.dataset import FillInMiddle as FillInMiddle
     from megaflow.dataset import GPTDataset as GPTDataset
     from megaflow.evaluation import EvalSets as EvalSets
     from megaflow.indexed import IndexedDataset as IndexedDataset
     from megaflow.indexed import resolve_prefix as resolve_prefix
-    from megaflow.loader import Batch as Batch
     from megaflow.loader import Loader as Loader
     from megaflow.merging import MergeReport as MergeReport
     from megaflow.merging import merge as merge
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megaflow.verifying import verify as verify
 
 _HOME = {
-    "Batch": "megaflow.loader",
+    "Batch": "megaflow.batch",
     "BlendedDataset": "megaflow.blend",
     "EvalSets": "megaflow.evaluation",
     "FillInMiddle": "megaflow.dataset",

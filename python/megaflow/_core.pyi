@@ -330,6 +330,8 @@ class BatchBuffer:
     def is_full(self) -> bool: ...
     @property
     def short_rows(self) -> list[tuple[int, int]]: ...
+    @property
+    def starts(self) -> list[list[int]]: ...
 
 @final
 class Prefetcher:
@@ -344,6 +346,7 @@ class Prefetcher:
         prefetch: int,
         consumed_samples: int,
         dtype: str,
+        with_starts: bool = False,
     ) -> Prefetcher: ...
     def next(self) -> BatchBuffer | None: ...
     @property

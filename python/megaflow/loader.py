@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megaflow import _core
+from megaflow.batch import Batch, MaskOptions, make_batch
 from megaflow.errors import CheckpointError, ConfigError, ForkError
 
 if TYPE_CHECKING:
@@ -46,59 +46,6 @@ class SampleSet(Protocol):
     def __len__(self) -> int: ...
 
 
-class Batch:
-    """One micro-batch, in memory that belongs to whoever holds its arrays.
-
-    Every array takes part in DLPack: `torch.from_dlpack(batch.tokens)` and `jax.dlpack.from_dlpack` copy nothing.
-    """
-
-    __slots__ = ("_received", "labels", "loss_mask", "sample_ids", "tokens")
-
-    def __init__(
-        self,
-        tokens: NDArray[Any],
-        labels: NDArray[Any],
-        sample_ids: NDArray[np.int64],
-        received: _core.BatchBuffer,
-        loss_mask: NDArray[np.float32] | None = None,
-    ) -> None:
-        self.tokens = tokens
-        """Inputs, `[b, s]` of the loader's dtype; 0 where a sample is short."""
-        self.labels = labels
-        """The next token of each input, `[b, s]`; 0 where there is none. A view of the same memory as `tokens`, one
-        token further, unless the samples have no extra token."""
-        self.loss_mask = loss_mask
-        """float32 `[b, s]`: 0 where the label is padding, else 1. None if every label is a token."""
-        self.sample_ids = sample_ids
-        """Positions of the samples in the dataset, int64 `[b]`."""
-        self._received = received
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds for which the caller was blocked for this batch."""
-        return self._received.wait_s
-
-    @property
-    def request_to_ready_s(self) -> float:
-        """Seconds from the moment it could be gathered until it was ready."""
-        return self._received.request_to_ready_s
-
-    @property
-    def queue_depth(self) -> int:
-        """Batches that lay ready when this one was asked for."""
-        return self._received.queue_depth
-
-    @property
-    def cache_misses(self) -> int:
-        """Page faults for which its gathering waited for the disk; 0 where the system does not tell."""
-        return self._received.cache_misses
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes read from the disk for it; 0 where the system does not tell."""
-        return self._received.disk_bytes
-
-
 class Loader:
     """An iterator of the batches of one data-parallel rank. Threads gather them ahead; no process is started.
 
@@ -124,6 +71,9 @@ class Loader:
             position `p` is sample `torch.randperm(n, generator=torch.Generator().manual_seed(seed + p // n))[p % n]` of
             the `n` of the dataset, on every rank alike. The order of an epoch takes 8 bytes a sample.
         seed: of the cyclic order.
+        document_masking: whether batches tell where documents begin: `position_ids` and `cu_seqlens`. None: as the
+            dataset says. The dataset's `reset_position_ids`, `reset_attention_mask`, `create_attention_mask` and
+            `eod_mask_loss` hold for batches too.
 
     Raises:
         ConfigError: if a setting is wrong.
@@ -142,8 +92,10 @@ class Loader:
         dtype: Literal["uint16", "int32", "int64"] = "int64",
         order: Literal["single", "cyclic"] = "single",
         seed: int = 1234,
+        document_masking: bool | None = None,
     ) -> None:
         self.dataset = dataset
+        self._masks = MaskOptions.of(dataset, document_masking=document_masking)
         self._settings: dict[str, Any] = {
             "micro_batch_size": micro_batch_size,
             "dp_rank": dp_rank,
@@ -184,7 +136,8 @@ class Loader:
             source = self._opened.source
         else:
             source = self.dataset.source  # type: ignore[attr-defined]
-        return _core.Prefetcher(source, **settings, dtype=self.dtype.name)
+        with_starts = self._masks is not None and self._masks.document_masking
+        return _core.Prefetcher(source, **settings, dtype=self.dtype.name, with_starts=with_starts)
 
     def _open(self) -> _core.Prefetcher:
         if self._prefetcher is None:
@@ -205,16 +158,10 @@ class Loader:
         received = self._open().next()
         if received is None:
             raise StopIteration
-        buffer: NDArray[Any] = np.asarray(received)
-        has_extra_token = self.dataset.add_extra_token
-        if has_extra_token and received.is_full:
-            tokens, labels, loss_mask = buffer[:, :-1], buffer[:, 1:], None
-        else:
-            tokens, labels, loss_mask = _mask_padding(buffer, received.short_rows, has_extra_token=has_extra_token)
         sample_ids = received.sample_ids
         if self._cyclic is not None:
             sample_ids = np.array(self._cyclic.locate(sample_ids.tolist()), dtype=np.int64)
-        return Batch(tokens, labels, sample_ids, received, loss_mask)
+        return make_batch(received, sample_ids, self._masks, has_extra_token=self.dataset.add_extra_token)
 
     @property
     def consumed_samples(self) -> int:
@@ -291,6 +238,11 @@ class Loader:
         if sampler != self._sampler:
             raise CheckpointError(
                 f"the state was saved for another order of samples: the sampler was {sampler} and is {self._sampler}"
+            )
+        if self._cyclic is not None and state.get("num_samples") != len(self.dataset):
+            raise CheckpointError(
+                f"the state was saved for another order of samples: the cyclic order of {state.get('num_samples')} "
+                f"samples is not that of {len(self.dataset)}; ask for as many samples as before"
             )
         if state["fingerprint"] == self.dataset.fingerprint:
             return
@@ -375,22 +327,3 @@ class Loader:
             "a Loader has threads and cannot be pickled or copied; pass its dataset and state_dict() and make the "
             "loader there (it needs no worker processes: do not put it into a torch DataLoader)"
         )
-
-
-def _mask_padding(
-    buffer: NDArray[Any], short_rows: list[tuple[int, int]], *, has_extra_token: bool
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.float32]]:
-    """Tokens, labels and loss mask of a batch with rows that end in padding, or whose last label there is none."""
-    for row, count in short_rows:
-        buffer[row, count:] = 0
-    if has_extra_token:
-        tokens, labels = buffer[:, :-1], buffer[:, 1:]
-    else:
-        tokens, labels = buffer, np.roll(buffer, -1, axis=1)
-        labels[:, -1] = 0
-    loss_mask = np.ones(labels.shape, dtype=np.float32)
-    for row, count in short_rows:
-        loss_mask[row, max(count - 1, 0) :] = 0.0
-    if not has_extra_token:
-        loss_mask[:, -1] = 0.0
-    return tokens, labels, loss_mask

@@ -45,9 +45,9 @@ def padded_cu_seqlens(starts: Sequence[int], seq_len: int) -> NDArray[np.int32]:
     return padded
 
 
-def eod_starts(tokens: NDArray[np.integer], eod_id: int) -> list[int]:
-    """Starts as the tokens `[T]` tell them: 0, and every position behind an `eod_id`."""
-    behind = np.flatnonzero(tokens == eod_id) + 1
+def eod_starts(tokens: NDArray[np.integer], eod_id: int, num_tokens: int | None = None) -> list[int]:
+    """Starts as the tokens `[T]` tell them: 0, and every position behind an `eod_id` among the first `num_tokens`."""
+    behind = np.flatnonzero(tokens[:num_tokens] == eod_id) + 1
     return [0, *(int(start) for start in behind if start < len(tokens))]
 
 

@@ -12,32 +12,37 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from megaflow.batch import Batch
 from megaflow.errors import ConfigError
-from megaflow.loader import Batch, Loader, SampleSet
+from megaflow.loader import Loader, SampleSet
 
 IGNORED = -100
 """The label that torch's cross entropy leaves out."""
+_WHERE_ASKED = ("loss_mask", "position_ids", "cu_seqlens", "attention_mask")
 
 
 def to_tensors(batch: Batch) -> dict[str, torch.Tensor]:
     """A batch as tensors on the batch's own memory, which lives as long as they do: nothing is copied.
 
     Returns:
-        `tokens` and `labels` `[b, s]` of the loader's dtype, `sample_ids` int64 `[b]`, and `loss_mask` float32 `[b, s]`
-        where some label is padding.
+        `tokens` and `labels` `[b, s]` of the loader's dtype, `sample_ids` int64 `[b]`, and those of `loss_mask`,
+        `position_ids`, `cu_seqlens` and `attention_mask` that the batch has; see `Batch`.
     """
     tensors = {
         "tokens": torch.from_numpy(batch.tokens),
         "labels": torch.from_numpy(batch.labels),
         "sample_ids": torch.from_numpy(batch.sample_ids),
     }
-    if batch.loss_mask is not None:
-        tensors["loss_mask"] = torch.from_numpy(batch.loss_mask)
-    return tensors
+    return tensors | _masks_of(batch)
+
+
+def _masks_of(batch: Batch) -> dict[str, torch.Tensor]:
+    found = {name: getattr(batch, name) for name in _WHERE_ASKED}
+    return {name: torch.from_numpy(array) for name, array in found.items() if array is not None}
 
 
 def masked_labels(batch: Batch) -> torch.Tensor:
-    """Labels for torch's cross entropy, int64 `[b, s]`, -100 where a label is padding. Memory of their own."""
+    """Labels for torch's cross entropy, int64 `[b, s]`, -100 where a label does not count. Memory of their own."""
     labels = torch.from_numpy(batch.labels.astype(np.int64))
     return labels if batch.loss_mask is None else labels.masked_fill_(torch.from_numpy(batch.loss_mask == 0), IGNORED)
 
@@ -133,7 +138,9 @@ class MapDataset(Dataset[dict[str, torch.Tensor]]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """One sample: inputs int64 `[s]`, labels int64 `[s]` with -100 where there is none."""
+        """One sample: inputs int64 `[s]`, labels int64 `[s]` with -100 where there is none or, with the dataset's
+        `eod_mask_loss`, the input ends a document; `position_ids` int64 `[s]` where they start again with documents.
+        """
         text = torch.from_numpy(self.dataset.tokens(index))
         is_padding = text == self.dataset.pad_id
         labels = text.masked_fill(is_padding, IGNORED)
@@ -145,7 +152,15 @@ class MapDataset(Dataset[dict[str, torch.Tensor]]):
             labels = labels[1:]
         else:
             labels = torch.cat([labels[1:], labels.new_tensor([IGNORED])])
-        return {self.names[0]: inputs, self.names[1]: labels}
+        if self.dataset.eod_mask_loss:
+            ends = inputs == self.dataset.eod_id
+            labels[1:].masked_fill_(ends[:-1], IGNORED) if self.shifts_labels else labels.masked_fill_(ends, IGNORED)
+        return {self.names[0]: inputs, self.names[1]: labels, **self._positions(index)}
+
+    def _positions(self, index: int) -> dict[str, torch.Tensor]:
+        if not (self.dataset.reset_position_ids or self.dataset.document_masking):
+            return {}
+        return {"position_ids": torch.from_numpy(self.dataset[index]["position_ids"])}
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, torch.Tensor]]:
         """Several samples."""
@@ -187,8 +202,7 @@ class PinnedLoader:
         if whole.shape == batch.tokens.shape:  # samples without an extra token have labels of their own
             labels = torch.from_numpy(batch.labels).to(self.device).to(self.dtype)
             sent = {"tokens": whole, "labels": labels}
-        if batch.loss_mask is not None:
-            sent["loss_mask"] = torch.from_numpy(batch.loss_mask).to(self.device)
+        sent |= {name: tensor.to(self.device) for name, tensor in _masks_of(batch).items()}
         sent["sample_ids"] = torch.from_numpy(batch.sample_ids)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
@@ -225,8 +239,9 @@ def megatron_iterator(loader: Loader, *, eod_id: int | None = None) -> Iterator[
         eod_id: with it, predictions made at that token have no loss (Megatron's `--eod-mask-loss`).
 
     Yields:
-        `tokens`, `labels`, `position_ids` int64 `[b, s]` and `loss_mask` float32 `[b, s]`. There is no attention mask:
-        give Megatron `--no-create-attention-mask-in-dataloader`.
+        `tokens`, `labels`, `position_ids` int64 `[b, s]` and `loss_mask` float32 `[b, s]`, as the dataset's options ask
+        for them. Without `create_attention_mask` there is no attention mask: give Megatron
+        `--no-create-attention-mask-in-dataloader`.
     """
     for batch in loader:
         tensors = to_tensors(batch)
@@ -234,6 +249,9 @@ def megatron_iterator(loader: Loader, *, eod_id: int | None = None) -> Iterator[
         mask = tensors.get("loss_mask", torch.ones(tokens.shape, dtype=torch.float32))
         if eod_id is not None:
             mask = mask.masked_fill(tokens == eod_id, 0.0)
-        positions = torch.arange(tokens.shape[1]).expand(tokens.shape[0], -1).contiguous()
+        positions = tensors.get("position_ids")
+        if positions is None:
+            positions = torch.arange(tokens.shape[1]).expand(tokens.shape[0], -1).contiguous()
+        given = {name: tensors[name] for name in ("attention_mask",) if name in tensors}
         labels = tensors["labels"].contiguous()
-        yield {"tokens": tokens.contiguous(), "labels": labels, "loss_mask": mask, "position_ids": positions}
+        yield {"tokens": tokens.contiguous(), "labels": labels, "loss_mask": mask, "position_ids": positions, **given}

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use megaflow_core::{SampleError, UNKNOWN_LEN};
+use megaflow_core::{SampleError, SampleLayout, UNKNOWN_LEN};
 
 use crate::error::PrefetchError;
 use crate::pool::{BatchTokens, Tokens};
@@ -40,7 +40,16 @@ pub(crate) struct Gathered {
     pub(crate) gather: Duration,
     pub(crate) request_to_ready: Duration,
     pub(crate) disk: DiskUse,
-    pub(crate) short_rows: Vec<(usize, usize)>,
+    pub(crate) rows: Rows,
+}
+
+/// What there is to say of the samples of a batch.
+#[derive(Default)]
+pub(crate) struct Rows {
+    /// Rows that end in padding, and their tokens before it.
+    pub(crate) short: Vec<(usize, usize)>,
+    /// Where documents begin in each row, if that was asked for.
+    pub(crate) starts: Vec<Vec<u32>>,
 }
 
 impl Gathered {
@@ -54,7 +63,8 @@ impl Gathered {
             queue_depth,
             cache_misses: self.disk.misses,
             disk_bytes: self.disk.bytes,
-            short_rows: self.short_rows,
+            short_rows: self.rows.short,
+            starts: self.rows.starts,
         }
     }
 }
@@ -66,13 +76,13 @@ impl Shared {
         let mut tokens = self.pool.take();
         let read = catch_unwind(AssertUnwindSafe(|| self.fill(batch, &mut tokens, deadline)));
         match read {
-            Ok(Ok(short_rows)) => {
+            Ok(Ok(rows)) => {
                 let disk = DiskUse::of_thread().since(disk_before);
                 let is_cold = disk.misses > 0;
                 if is_cold != self.is_cold.load(Ordering::Relaxed) {
                     self.is_cold.store(is_cold, Ordering::Relaxed);
                 }
-                Ok(Gathered { tokens, gather: started.elapsed(), request_to_ready: Duration::ZERO, disk, short_rows })
+                Ok(Gathered { tokens, gather: started.elapsed(), request_to_ready: Duration::ZERO, disk, rows })
             }
             Ok(Err(fault)) => {
                 self.pool.put(tokens);
@@ -82,13 +92,8 @@ impl Shared {
         }
     }
 
-    /// Reads the samples of a batch; returns the rows that end in padding, and their tokens before it.
-    fn fill(
-        &self,
-        batch: u64,
-        tokens: &mut Tokens,
-        deadline: Option<Instant>,
-    ) -> Result<Vec<(usize, usize)>, GatherFault> {
+    /// Reads the samples of a batch.
+    fn fill(&self, batch: u64, tokens: &mut Tokens, deadline: Option<Instant>) -> Result<Rows, GatherFault> {
         if self.source.num_samples() == UNKNOWN_LEN {
             // A batch is for all ranks or for none, so it is there if the last rank's last sample is.
             let last = self.plan.consumed_samples(batch + 1) - 1;
@@ -101,7 +106,7 @@ impl Shared {
             self.plan.samples(batch).chain(self.plan.samples(ahead)).for_each(|sample| self.source.read_ahead(sample));
         }
         let sample_len = self.source.sample_len();
-        let mut short_rows = Vec::new();
+        let (mut rows, mut layout) = (Rows::default(), SampleLayout::default());
         for (place, sample) in self.plan.samples(batch).enumerate() {
             if self.is_stopped.load(Ordering::Relaxed) {
                 return Err(GatherFault::TimeIsUp); // nobody will receive this batch
@@ -109,10 +114,14 @@ impl Shared {
             let mut out = tokens.slice_mut(place * sample_len, (place + 1) * sample_len);
             let filled = self.ask(batch, deadline, || self.source.read_counted(sample, out.reborrow()))?;
             if filled < sample_len {
-                short_rows.push((place, filled));
+                rows.short.push((place, filled));
+            }
+            if self.with_starts {
+                self.ask(batch, deadline, || self.source.layout(sample, &mut layout))?;
+                rows.starts.push(layout.starts.clone());
             }
         }
-        Ok(short_rows)
+        Ok(rows)
     }
 
     /// Asks a source until it has an answer.

@@ -29,6 +29,8 @@ pub struct PrefetchOptions {
     pub depth: usize,
     /// Type of the tokens: `U16`, `I32` or `I64`.
     pub dtype: TokenDtype,
+    /// Whether batches tell where documents begin.
+    pub with_starts: bool,
 }
 
 /// One micro-batch.
@@ -52,6 +54,8 @@ pub struct Batch {
     pub disk_bytes: u64,
     /// Rows that end in padding, and their tokens before it.
     pub short_rows: Vec<(usize, usize)>,
+    /// Where documents begin in each row, as [`SampleLayout`](megaflow_core::SampleLayout) tells; empty unless asked for.
+    pub starts: Vec<Vec<u32>>,
 }
 
 /// Answer to a request for a batch.
@@ -112,6 +116,8 @@ impl Prefetcher {
             plan,
             pool,
             depth: depth as u64,
+            with_starts: options.with_starts,
+            quick_workers: std::thread::available_parallelism().map_or(1, |cores| cores.get().saturating_sub(1)).max(1),
             is_stopped: AtomicBool::new(false),
             is_cold: AtomicBool::new(false),
             end: AtomicU64::new(u64::MAX),

@@ -15,6 +15,9 @@ use crate::pool::BufferPool;
 /// woken costs as much as gathering a small batch; where gathering is slow, the batch at the front should not wait for
 /// another.
 const HELP_BELOW: Duration = Duration::from_micros(500);
+/// While gathering takes less than this, no more workers are awake than there are processors beside the consumer's, which
+/// gathers too: more would only take turns on them, and fetch each other's memory. Slow batches wait for something else.
+const QUICK: Duration = HELP_BELOW;
 /// An idle worker is woken for this much work, or once nothing is left that lies ready or under way.
 const WORTH_WAKING: Duration = Duration::from_micros(200);
 /// A consumer that waits for a batch that another thread gathers looks again and again while gathering takes less than
@@ -26,6 +29,9 @@ pub(crate) struct Shared {
     pub(crate) plan: BatchPlan,
     pub(crate) pool: Arc<BufferPool>,
     pub(crate) depth: u64,
+    pub(crate) with_starts: bool,
+    /// Workers that are awake at most while batches are quick to gather.
+    pub(crate) quick_workers: usize,
     pub(crate) is_stopped: AtomicBool,
     /// Whether the page cache lacked something lately, so that it pays to ask for pages before they are read.
     pub(crate) is_cold: AtomicBool,
@@ -46,8 +52,12 @@ pub(crate) struct Queue {
     places: VecDeque<Place>,
     consumer_waits: bool,
     idle_workers: usize,
-    /// Time that the latest batch took to gather.
-    last_gather: Option<Duration>,
+    /// Workers that gather, or were called to.
+    awake_workers: usize,
+    /// Of the awake workers those that were called and have not noticed yet.
+    called_workers: usize,
+    /// Times that the latest batches took to gather; one alone may be a thread that had to wait for a processor.
+    last_gathers: [Option<Duration>; 2],
 }
 
 pub(crate) struct Place {
@@ -63,8 +73,15 @@ impl Queue {
             places: (0..depth).map(|_| Place { requested: now, result: None }).collect(),
             consumer_waits: false,
             idle_workers: 0,
-            last_gather: None,
+            awake_workers: 0,
+            called_workers: 0,
+            last_gathers: [None; 2],
         }
+    }
+
+    /// Time that a batch takes to gather; unknown before the first.
+    fn gather_time(&self) -> Option<Duration> {
+        self.last_gathers.iter().flatten().min().copied()
     }
 
     fn ready_batches(&self) -> usize {
@@ -94,18 +111,31 @@ impl Shared {
     /// A worker's life: claim the next batch that has a place, gather it, put it there.
     pub(crate) fn work(&self) {
         let mut queue = self.lock();
-        loop {
-            if self.is_stopped.load(Ordering::Relaxed) || queue.next_claimed >= self.num_batches() {
-                return;
-            }
-            if !self.has_room(&queue) {
-                queue.idle_workers += 1;
-                queue = self.room.wait(queue).unwrap_or_else(PoisonError::into_inner);
-                queue.idle_workers -= 1;
-                continue;
-            }
-            queue = self.gather_next(queue);
+        queue.awake_workers += 1;
+        while !self.is_stopped.load(Ordering::Relaxed) && queue.next_claimed < self.num_batches() {
+            let is_crowded = queue.awake_workers > self.quick_workers && self.is_quick(&queue);
+            queue = if is_crowded || !self.has_room(&queue) { self.rest(queue) } else { self.gather_next(queue) };
         }
+        queue.awake_workers -= 1;
+    }
+
+    /// Sleeps until the consumer calls.
+    fn rest<'a>(&'a self, mut queue: MutexGuard<'a, Queue>) -> MutexGuard<'a, Queue> {
+        queue.awake_workers -= 1;
+        queue.idle_workers += 1;
+        queue = self.room.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        if queue.called_workers > 0 {
+            queue.called_workers -= 1; // the call has counted it as awake
+        } else {
+            queue.idle_workers -= 1;
+            queue.awake_workers += 1;
+        }
+        queue
+    }
+
+    /// Whether gathering a batch is work alone, with no waiting in it.
+    fn is_quick(&self, queue: &Queue) -> bool {
+        !self.is_cold.load(Ordering::Relaxed) && queue.gather_time().is_some_and(|took| took < QUICK)
     }
 
     /// Claims the next batch, gathers it without the lock, and puts it into its place.
@@ -126,9 +156,10 @@ impl Shared {
         let place = (batch - queue.next_received) as usize;
         let place = &mut queue.places[place];
         let requested = place.requested;
+        let took = result.as_ref().ok().map(|gathered| gathered.gather);
         place.result = Some(result.map(|gathered| Gathered { request_to_ready: requested.elapsed(), ..gathered }));
-        if let Some(Ok(gathered)) = &place.result {
-            queue.last_gather = Some(gathered.gather);
+        if took.is_some() {
+            queue.last_gathers = [queue.last_gathers[1], took];
         }
         if queue.consumer_waits && batch == queue.next_received {
             queue.consumer_waits = false;
@@ -148,7 +179,7 @@ impl Shared {
             let asked = Instant::now();
             while queue.places[0].result.is_none()
                 && self.has_room(&queue)
-                && queue.last_gather.is_some_and(|took| took < HELP_BELOW)
+                && queue.gather_time().is_some_and(|took| took < HELP_BELOW)
                 && asked.elapsed() < patience
             {
                 queue = self.gather_next(queue);
@@ -170,7 +201,12 @@ impl Shared {
         let place = queue.places.pop_front().and_then(|place| place.result);
         queue.places.push_back(Place { requested: Instant::now(), result: None });
         queue.next_received += 1;
-        let wake = queue.idle_workers > 0 && self.is_worth_waking(&queue);
+        let wake = self.is_worth_waking(&queue, queue_depth == 0);
+        if wake {
+            queue.idle_workers -= 1;
+            queue.awake_workers += 1;
+            queue.called_workers += 1;
+        }
         drop(queue);
         if wake {
             self.room.notify_one();
@@ -178,16 +214,22 @@ impl Shared {
         place.transpose().map(|gathered| (gathered, queue_depth))
     }
 
-    /// Whether a worker would have enough to do: waking it costs about as much as gathering a small batch.
-    fn is_worth_waking(&self, queue: &Queue) -> bool {
+    /// Whether to call an idle worker. Of quick batches it needs enough to do, because waking it costs about as much as
+    /// gathering a small one; and beside another that is awake there must be a processor for it and a consumer that waits.
+    fn is_worth_waking(&self, queue: &Queue, has_waited: bool) -> bool {
         let room = queue.next_received + self.depth - queue.next_claimed;
-        let work = queue.last_gather.map(|took| took.saturating_mul(room as u32));
-        room == self.depth || work.is_none_or(|work| work >= WORTH_WAKING)
+        let work = queue.gather_time().map(|took| took.saturating_mul(room as u32));
+        let is_enough = room == self.depth || work.is_none_or(|work| work >= WORTH_WAKING);
+        let is_wanted = match queue.awake_workers {
+            0 => true,
+            awake => !self.is_quick(queue) || (has_waited && awake < self.quick_workers),
+        };
+        queue.idle_workers > 0 && is_enough && is_wanted
     }
 
     /// Waits a moment for the batch at the front without sleeping, where it will be there sooner than that takes.
     fn spin<'a>(&'a self, mut queue: MutexGuard<'a, Queue>) -> MutexGuard<'a, Queue> {
-        if queue.last_gather.is_none_or(|took| took > SPIN_BELOW) {
+        if queue.gather_time().is_none_or(|took| took > SPIN_BELOW) {
             return queue;
         }
         let started = Instant::now();
@@ -197,5 +239,94 @@ impl Shared {
             queue = self.lock();
         }
         queue
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use megaflow_core::{SampleError, TokenDtype};
+
+    use super::*;
+    use crate::plan::PlanConfig;
+
+    struct Zeros;
+
+    impl SampleSource for Zeros {
+        fn num_samples(&self) -> u64 {
+            100
+        }
+
+        fn sample_len(&self) -> usize {
+            1
+        }
+
+        fn read_sample(&self, _index: u64, out: &mut [i64]) -> Result<(), SampleError> {
+            out.fill(0);
+            Ok(())
+        }
+    }
+
+    const DEPTH: u64 = 8;
+    const SHORT: Duration = Duration::from_micros(20);
+    const LONG: Duration = Duration::from_millis(2);
+
+    /// With two processors beside the consumer's.
+    fn shared() -> Shared {
+        let config = PlanConfig { micro_batch_size: 1, dp_rank: 0, dp_size: 1, consumed_samples: 0 };
+        Shared {
+            source: Arc::new(Zeros),
+            plan: BatchPlan::new(100, config).unwrap(),
+            pool: BufferPool::new(TokenDtype::I64, 1, 1),
+            depth: DEPTH,
+            with_starts: false,
+            quick_workers: 2,
+            is_stopped: AtomicBool::new(false),
+            is_cold: AtomicBool::new(false),
+            end: AtomicU64::new(u64::MAX),
+            queue: Mutex::new(Queue::new(DEPTH as usize, Instant::now())),
+            ready: Condvar::new(),
+            room: Condvar::new(),
+        }
+    }
+
+    /// Whether an idle worker of four is called.
+    fn calls(took: Duration, room: u64, awake: usize, has_waited: bool) -> bool {
+        let shared = shared();
+        let mut queue = shared.lock();
+        queue.last_gathers = [Some(took); 2];
+        queue.next_claimed = DEPTH - room;
+        (queue.awake_workers, queue.idle_workers) = (awake, 4 - awake);
+        shared.is_worth_waking(&queue, has_waited)
+    }
+
+    #[test]
+    fn a_worker_is_called_for_enough_work() {
+        assert!(!calls(SHORT, 7, 0, true), "140 microseconds");
+        assert!(calls(SHORT, DEPTH, 0, false), "nothing is left");
+        assert!(calls(SHORT * 2, 5, 0, false), "200 microseconds");
+        assert!(calls(LONG, 1, 0, false));
+        assert!(!calls(LONG, 1, 4, true), "none is idle");
+    }
+
+    #[test]
+    fn of_quick_batches_another_is_called_only_for_a_consumer_that_waits_and_a_processor() {
+        assert!(calls(SHORT * 2, 5, 1, true));
+        assert!(!calls(SHORT * 2, 5, 1, false), "one keeps up");
+        assert!(!calls(SHORT * 2, 5, 2, true), "no processor is left");
+        assert!(calls(LONG, 1, 2, false) && calls(LONG, 1, 3, false), "slow batches wait for something else");
+    }
+
+    #[test]
+    fn one_long_batch_makes_no_slow_source_and_a_cold_cache_does() {
+        let shared = shared();
+        let mut queue = shared.lock();
+        assert!(!shared.is_quick(&queue), "unknown");
+        queue.last_gathers = [Some(SHORT), Some(LONG)];
+        assert!(shared.is_quick(&queue));
+        queue.last_gathers = [Some(LONG); 2];
+        assert!(!shared.is_quick(&queue));
+        queue.last_gathers = [Some(SHORT); 2];
+        shared.is_cold.store(true, Ordering::Relaxed);
+        assert!(!shared.is_quick(&queue));
     }
 }

@@ -3,10 +3,10 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use megaflow_core::{SampleError, SampleSource, TokenDtype, UNKNOWN_LEN};
+use megaflow_core::{SampleError, SampleLayout, SampleSource, TokenDtype, UNKNOWN_LEN};
 use megaflow_prefetch::{Batch, Next, PlanConfig, PrefetchError, PrefetchOptions, Prefetcher, Tokens};
 
 const SAMPLE_LEN: usize = 3;
@@ -41,6 +41,12 @@ impl SampleSource for Source {
         out.iter_mut().zip(index as i64..).for_each(|(token, value)| *token = value);
         Ok(())
     }
+
+    fn layout(&self, index: u64, layout: &mut SampleLayout) -> Result<(), SampleError> {
+        layout.clear();
+        layout.starts.extend([0, 100 + index as u32]);
+        Ok(())
+    }
 }
 
 fn source(num_samples: u64) -> Source {
@@ -49,7 +55,7 @@ fn source(num_samples: u64) -> Source {
 
 fn options(micro_batch_size: usize, dp: (usize, usize), num_threads: usize, depth: usize) -> PrefetchOptions {
     let plan = PlanConfig { micro_batch_size, dp_rank: dp.0, dp_size: dp.1, consumed_samples: 0 };
-    PrefetchOptions { plan, num_threads, depth, dtype: TokenDtype::I64 }
+    PrefetchOptions { plan, num_threads, depth, dtype: TokenDtype::I64, with_starts: false }
 }
 
 fn drain(source: Source, options: PrefetchOptions) -> Vec<(Vec<i64>, Vec<i64>)> {
@@ -141,6 +147,51 @@ fn depth_bounds_what_is_read_ahead() {
     }
 }
 
+/// Samples that are ready only once `NUM_THREADS` of them are being read, as those of a disk that needs many requests.
+struct Together {
+    inside: Mutex<(usize, u64)>,
+    changed: Condvar,
+}
+
+const NUM_THREADS: usize = 4;
+
+impl SampleSource for Together {
+    fn num_samples(&self) -> u64 {
+        80
+    }
+
+    fn sample_len(&self) -> usize {
+        1
+    }
+
+    fn read_sample(&self, index: u64, out: &mut [i64]) -> Result<(), SampleError> {
+        out.fill(index as i64);
+        std::thread::sleep(Duration::from_millis(1));
+        let mut inside = self.inside.lock().unwrap();
+        inside.0 += 1;
+        let round = inside.1;
+        if inside.0 == NUM_THREADS {
+            *inside = (0, round + 1);
+            self.changed.notify_all();
+            return Ok(());
+        }
+        let limit = Duration::from_secs(20);
+        let (_inside, time) = self.changed.wait_timeout_while(inside, limit, |inside| inside.1 == round).unwrap();
+        assert!(!time.timed_out(), "fewer than {NUM_THREADS} threads read a slow source");
+        Ok(())
+    }
+}
+
+#[test]
+fn all_threads_read_a_slow_source() {
+    let source = Arc::new(Together { inside: Mutex::new((0, 0)), changed: Condvar::new() });
+    let mut prefetcher = Prefetcher::new(source, options(1, (0, 1), NUM_THREADS, 8)).unwrap();
+    for sample in 0..80 {
+        let batch = prefetcher.next_batch().unwrap().unwrap();
+        assert_eq!(batch.tokens.tokens().to_i64(), [sample]);
+    }
+}
+
 #[test]
 fn dropping_stops_at_the_next_sample() {
     let source = Source { delay: Duration::from_millis(20), ..source(100_000) };
@@ -196,6 +247,18 @@ fn buffers_go_around() {
     drop(first);
     let third = prefetcher.next_batch().unwrap().unwrap();
     assert_eq!((address(&third), third.tokens.tokens().to_i64()), (place, vec![2, 3, 4]));
+}
+
+#[test]
+fn batches_tell_where_documents_begin_where_that_is_asked_for() {
+    for num_threads in [0, 2] {
+        let asked = PrefetchOptions { with_starts: true, ..options(2, (0, 1), num_threads, 2) };
+        let mut prefetcher = Prefetcher::new(Arc::new(source(4)), asked).unwrap();
+        assert_eq!(prefetcher.next_batch().unwrap().unwrap().starts, [vec![0, 100], vec![0, 101]]);
+        assert_eq!(prefetcher.next_batch().unwrap().unwrap().starts, [vec![0, 102], vec![0, 103]]);
+        let mut without = Prefetcher::new(Arc::new(source(4)), options(2, (0, 1), num_threads, 2)).unwrap();
+        assert!(without.next_batch().unwrap().unwrap().starts.is_empty());
+    }
 }
 
 #[test]

@@ -48,6 +48,7 @@ pub(crate) struct BatchBuffer {
     cache_misses: u64,
     disk_bytes: u64,
     short_rows: Vec<(usize, usize)>,
+    starts: Vec<Vec<u32>>,
 }
 
 impl BatchBuffer {
@@ -72,6 +73,7 @@ impl BatchBuffer {
             cache_misses: batch.cache_misses,
             disk_bytes: batch.disk_bytes,
             short_rows: batch.short_rows,
+            starts: batch.starts,
         }
     }
 }
@@ -125,6 +127,12 @@ impl BatchBuffer {
     fn short_rows(&self) -> Vec<(usize, usize)> {
         self.short_rows.clone()
     }
+
+    /// Positions in each row where a document, or a part of one, or the padding begins; empty unless asked for.
+    #[getter]
+    fn starts(&self) -> Vec<Vec<u32>> {
+        self.starts.clone()
+    }
 }
 
 /// The batches of one rank, in order.
@@ -136,7 +144,9 @@ pub(crate) struct PyPrefetcher {
 #[pymethods]
 impl PyPrefetcher {
     #[new]
-    #[pyo3(signature = (source, *, micro_batch_size, dp_rank, dp_size, num_threads, prefetch, consumed_samples, dtype))]
+    #[pyo3(signature = (source, *, micro_batch_size, dp_rank, dp_size, num_threads, prefetch, consumed_samples, dtype,
+        with_starts = false))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn new(
         source: &PySampleSource,
         micro_batch_size: usize,
@@ -146,13 +156,14 @@ impl PyPrefetcher {
         prefetch: usize,
         consumed_samples: u64,
         dtype: &str,
+        with_starts: bool,
     ) -> PyResult<Self> {
         let plan = PlanConfig { micro_batch_size, dp_rank, dp_size, consumed_samples };
         let types = [TokenDtype::U16, TokenDtype::I32, TokenDtype::I64];
         let dtype = types.into_iter().find(|known| known.name() == dtype).ok_or_else(|| {
             error("ConfigError", format!("dtype = {dtype:?}: expected \"uint16\", \"int32\" or \"int64\""))
         })?;
-        let options = PrefetchOptions { plan, num_threads, depth: prefetch, dtype };
+        let options = PrefetchOptions { plan, num_threads, depth: prefetch, dtype, with_starts };
         let inner = Prefetcher::new(Arc::clone(source.source()), options).map_err(IntoPyErr::into_py_err)?;
         Ok(Self { inner: DropDetached::new(inner) })
     }

@@ -49,6 +49,11 @@ def test_cyclic_order_is_that_of_a_torch_sampler(dataset: GPTDataset) -> None:
         other.load_state_dict(state)
     with pytest.raises(CheckpointError, match="the sampler was"):
         Loader(dataset, 1).load_state_dict(state)
+    short, long = (GPTDataset(dataset.indexed, seq_len=SEQ_LEN, num_samples=n, order="instant") for n in (40, 41))
+    state = Loader(short, 1, order="cyclic").state_dict()
+    Loader(short, 1, order="cyclic").load_state_dict(state)
+    with pytest.raises(CheckpointError, match="cyclic order of 40 samples is not that of 41"):
+        Loader(long, 1, order="cyclic").load_state_dict(state)
 
 
 def test_micro_batch_size_may_change_while_it_runs(dataset: GPTDataset) -> None:

@@ -120,3 +120,29 @@ def test_pinned_loader_sends_every_batch_whole(dataset: GPTDataset) -> None:
         assert found == expected
         assert torch.from_numpy(next(Loader(dataset, 2)).tokens).is_pinned() is False, "control: only ours are locked"
         pinned.close()
+
+
+def test_masks_of_documents_reach_every_adapter(tmp_path: Path) -> None:
+    """End-of-document ids mask the loss, and positions start again, in tensors, map-style samples and for Megatron."""
+    prefix = write_documents(tmp_path / "ends", [[5, 6, 0], [7, 8, 9, 0], [4, 0], [3, 2, 1, 0], [6, 0]] * 4)
+    options = {"eod_id": 0, "eod_mask_loss": True, "reset_position_ids": True}
+    dataset = GPTDataset(prefix, seq_len=6, **options)
+    batch = next(Loader(dataset, 2))
+    tensors = adapters.to_tensors(batch)
+    is_end = tensors["tokens"] == 0
+    assert is_end.any()
+    assert torch.equal(tensors["loss_mask"] == 0, is_end)
+    assert torch.equal(adapters.masked_labels(batch) == -100, is_end)
+    for row, ends in zip(tensors["position_ids"], is_end, strict=True):
+        expected = [0]
+        for at in range(5):
+            expected.append(0 if ends[at] else expected[-1] + 1)
+        assert row.tolist() == expected
+    first = adapters.MapDataset(dataset)[0]
+    assert torch.equal(first["labels"] == -100, is_end[0])
+    assert torch.equal(first["position_ids"], tensors["position_ids"][0])
+    shifted = adapters.MapDataset(dataset, shifts_labels=True)[0]
+    assert torch.equal(shifted["labels"][1:] == -100, is_end[0][:-1])
+    given = next(adapters.megatron_iterator(Loader(dataset, 2)))
+    assert torch.equal(given["loss_mask"], tensors["loss_mask"])
+    assert torch.equal(given["position_ids"], tensors["position_ids"])
