@@ -6,6 +6,7 @@ Legend: `T` sequence length of the model (`seq_len`).
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -16,9 +17,9 @@ from numpy.typing import NDArray
 
 from megaflow import _core
 from megaflow.errors import ConfigError
-from megaflow.indexed import IndexedDataset
+from megaflow.indexed import IndexedDataset, describe_missing_ends
 from megaflow.megatron_cache import cache_arguments, describe_dataset
-from megaflow.samples import MASK_OPTIONS, SampleDataset, check_integer
+from megaflow.samples import BY_EOD, MASK_OPTIONS, SampleDataset, check_integer
 from megaflow.tokenizer import Tokenizer
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -89,7 +90,8 @@ class GPTDataset(SampleDataset):
         add_extra_token: samples overlap by one token, whose shift makes the labels.
         keep_partial: the tokens left over at the end make one more sample, padded. Megatron does so for valid only.
         pad_id: id that fills up a short sample. It must be no token: labels of this id are not counted in the loss.
-        eod_id: id that ends a document; needed for the next three options, which look for it.
+        eod_id: id that ends a document; needed for the next three options, which look for it. Where documents do not
+            end with it (some are looked at), a warning says so.
         reset_position_ids: positions start again behind each `eod_id`.
         reset_attention_mask: no attention across an `eod_id`.
         eod_mask_loss: no loss where the input is `eod_id`.
@@ -157,10 +159,19 @@ class GPTDataset(SampleDataset):
         self.cache_tokenizer = cache_tokenizer
         self._check_order()
         self.indexed = data if isinstance(data, IndexedDataset) else IndexedDataset(data)
+        self._warn_of_missing_ends()
         self._core = self._build()
         self.source = self._core.source()
         if fim is not None:
             self.source = fim.apply(self.source, seed=self.seed, eod_id=eod_id, pad_id=pad_id)
+
+    def _warn_of_missing_ends(self) -> None:
+        by_eod = [name for name in BY_EOD if getattr(self, name)]
+        if not by_eod or self.eod_id is None:
+            return
+        message = describe_missing_ends(self.indexed, self.eod_id, by_eod)
+        if message is not None:
+            warnings.warn(message, stacklevel=3)
 
     def _check_order(self) -> None:
         for name, known in (("order", ORDERS), ("shuffle", SHUFFLES), ("packing", PACKINGS)):

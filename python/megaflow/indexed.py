@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -129,12 +130,46 @@ class IndexedDataset:
         begin, end = self._core.document_tokens(to_position(index, self.num_documents, "document"))
         return self._tokens[begin:end]
 
+    def count_ends(self, token: int, limit: int = 32) -> tuple[int, int]:
+        """How many documents end with a token, of up to `limit` evenly spread over the pair that are not empty.
+
+        Returns:
+            Documents that end with it, and documents looked at.
+        """
+        documents = np.unique(np.linspace(0, max(self.num_documents - 1, 0), limit).astype(np.int64))
+        found = [self.document(int(number)) for number in documents] if self.num_documents else []
+        last = [int(tokens[-1]) for tokens in found if len(tokens)]
+        return last.count(token), len(last)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(IndexedDataset, with_modes=self._with_modes), (self.prefix,)
 
     def __repr__(self) -> str:
         counts = f"{self.num_documents} documents, {self.num_sequences} sequences, {self.num_tokens} tokens"
         return f"IndexedDataset({self.prefix!r}: {counts}, {self.dtype})"
+
+
+def describe_missing_ends(indexed: IndexedDataset, eod_id: int, options: Sequence[str]) -> str | None:
+    """What is wrong with options that go by the end-of-document token, where documents do not end with it.
+
+    Args:
+        indexed: the pair; a bounded number of its documents is looked at.
+        eod_id: the token.
+        options: names of the options, as the user gives them.
+
+    Returns:
+        A sentence with file and remedy; None where every document looked at ends with the token.
+    """
+    found, seen = indexed.count_ends(eod_id)
+    if found == seen:
+        return None
+    does, goes = ("does", "goes") if len(options) == 1 else ("do", "go")
+    effect = f"{does} nothing here" if found == 0 else f"{does} nothing at the ends of the others"
+    return (
+        f"{indexed.prefix}: {found or 'none'} of {seen} documents looked at {'end' if found > 1 else 'ends'} with "
+        f"token {eod_id}, and {' and '.join(options)} {goes} by that token, so {effect}; preprocess the text again "
+        "with --append-eod, or name the tokenizer of the data"
+    )
 
 
 def to_position(index: SupportsIndex, size: int, word: str) -> int:

@@ -21,6 +21,8 @@ from megaflow.indexed import to_position
 
 # Entries of a description that may change between save and load of a run: more samples of the same order.
 FREE_ENTRIES = frozenset({"num_samples"})
+# Options that go by the end-of-document token.
+BY_EOD = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 MASK_OPTIONS = (
     "eod_id",
     "reset_position_ids",

@@ -212,6 +212,18 @@ def test_document_ends_reset_positions_mask_and_loss(corpus: Path) -> None:
     np.testing.assert_array_equal(plain, ~np.tri(50, dtype=bool)[None])
 
 
+@pytest.mark.parametrize("option", ["reset_position_ids", "reset_attention_mask", "eod_mask_loss"])
+def test_options_that_go_by_document_ends_warn_where_the_data_have_none(option: str, tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "without", [[n + 1, n + 2, n + 3] for n in range(100)])
+    words = rf"without: none of 32 documents looked at ends with token 0, and {option} goes by that token.*--append-eod"
+    with pytest.warns(UserWarning, match=words):
+        GPTDataset(prefix, seq_len=8, eod_id=0, **{option: True})
+    GPTDataset(prefix, seq_len=8, eod_id=0, document_masking=True)
+    assert GPTDataset(prefix, seq_len=8).indexed.count_ends(5, limit=1000) == (1, 100)
+    empty = write_documents(tmp_path / "empty", [[], [4, 0], []])
+    assert IndexedDataset(empty).count_ends(0) == (1, 1)
+
+
 def test_pieces_tell_where_a_sample_comes_from(corpus: Path) -> None:
     dataset = GPTDataset(corpus, seq_len=50, num_samples=7)
     for index in range(len(dataset)):
