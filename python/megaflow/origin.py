@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megaflow import _core
 from megaflow.dataset import GPTDataset
 from megaflow.errors import CheckpointError, ConfigError, DataFormatError, MissingFileError
 from megaflow.indexed import IndexedDataset
@@ -143,11 +144,15 @@ class Iteration:
     first_sample: int
     num_samples: int
     dataset: Any
+    cyclic_seed: int | None = None
+    """Seed of the cyclic order in which the samples were drawn; None for the dataset's own order."""
 
     def origins(self) -> list[SampleOrigin]:
-        """Origin of each sample of the global batch, in the order of the samples."""
-        last = self.first_sample + self.num_samples
-        return OriginFinder(self.dataset).samples(range(self.first_sample, last))
+        """Origin of each sample of the global batch, in the order in which they were drawn."""
+        positions = list(range(self.first_sample, self.first_sample + self.num_samples))
+        if self.cyclic_seed is not None:
+            positions = _core.Cyclic(self.dataset.source, seed=self.cyclic_seed).locate(positions)
+        return OriginFinder(self.dataset).samples(positions)
 
 
 def find_iteration(run: str | PathLike[str], iteration: int) -> Iteration:
@@ -175,7 +180,8 @@ def find_iteration(run: str | PathLike[str], iteration: int) -> Iteration:
             f"{path}: the run was trained on data of fingerprint {data['fingerprint'][:16]}, those under the same name "
             f"have {dataset.fingerprint[:16]}; put the data of the run back"
         )
-    return Iteration(iteration=iteration, first_sample=first, num_samples=count, dataset=dataset)
+    seed = data.get("sampler", {}).get("seed")
+    return Iteration(iteration=iteration, first_sample=first, num_samples=count, dataset=dataset, cyclic_seed=seed)
 
 
 def _start_of(path: Path, iteration: int) -> dict[str, Any]:

@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from helpers.pairs import write_pair
+from helpers.pairs import EOD, write_pair
 from helpers.runs import TINY, one_rank, read_curve, read_metrics
 from megaflow.errors import ConfigError
+from megaflow.origin import find_iteration
 from megaflow_trainer.config import read_command
+from megaflow_trainer.config.exit_codes import OUT_OF_TIME
 from megaflow_trainer.training.run import train
 
 BLEND = "--data-path 0.3 A 0.7 B"
@@ -32,6 +36,7 @@ class Run:
     """What a run left behind."""
 
     def __init__(self, folder: Path, said: str) -> None:
+        self.folder = folder
         self.losses = [line[1] for line in read_curve(folder)]
         self.valid = [line["valid_loss"] for line in read_metrics(folder, "valid_loss")]
         self.said = said
@@ -41,13 +46,13 @@ class Run:
 def run(pairs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs four steps with flags in which A and B stand for the corpora and DIR for a folder."""
 
-    def start(flags: str, steps: int = 4) -> Run:
+    def start(flags: str, steps: int = 4, code: int = 0) -> Run:
         capsys.readouterr()
         words = [pairs.get(word, word.replace("DIR", str(tmp_path))) for word in flags.split()]
         folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         argv = [*TINY, "--train-iters", str(steps), "--run-dir", str(folder), *words]
         config, notes = read_command(argv, world_size=1)
-        assert train(config, one_rank(), notes) == 0
+        assert train(config, one_rank(), notes) == code
         return Run(folder, capsys.readouterr().out)
 
     return start
@@ -81,6 +86,42 @@ def test_made_up_data_need_no_file(run: Any) -> None:
     made_up = run("--mock-data")
     assert len(made_up.losses) == 4
     assert "made-up data" in made_up.said
+
+
+def test_a_cyclic_sampler_draws_the_samples_as_its_seed_says_and_goes_on(run: Any, tmp_path: Path) -> None:
+    flags = "--data-path A --micro-batch-size 2 --dataloader-type cyclic"
+    cyclic = run(flags)
+    assert cyclic.losses not in (run("--data-path A --micro-batch-size 2").losses, run(f"{flags} --seed 5").losses)
+    assert "--dataloader-type cyclic" not in cyclic.said  # as a flag without effect
+    found = find_iteration(cyclic.folder, 3)
+    drawn = torch.randperm(len(found.dataset), generator=torch.Generator().manual_seed(1234)).tolist()
+    assert [origin.sample for origin in found.origins()] == drawn[4:6]
+    saved = f"{flags} --train-iters 4 --save DIR/saved"
+    first = run(f"{saved} --exit-interval 2", code=OUT_OF_TIME)
+    assert first.losses + run(saved).losses == cyclic.losses
+    (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n' * 50)
+    with pytest.raises(ConfigError, match="text is read in order"):
+        run("--data-path DIR/text.jsonl --dataloader-type cyclic --vocab-size 50257")
+
+
+def test_flags_that_go_by_document_ends_say_so_where_the_data_have_none(run: Any, tmp_path: Path) -> None:
+    made = write_pair(tmp_path / "half_text_document")
+    tokens = np.fromfile(f"{made}.bin", dtype="<u2")
+    ends = np.flatnonzero(tokens == EOD)
+    tokenizer = {"type": "test", "vocab_size": 64, "eod_id": EOD, "fingerprint": "f" * 16}
+    Path(f"{made}.json").write_text(json.dumps({"format_version": 1, "tokenizer": tokenizer}))
+    flags = f"--data-path {made} --eod-mask-loss --reset-position-ids"
+    assert "warning" not in run(flags).said
+    odd = sum(number % 2 for number in np.unique(np.linspace(0, 39, 32).astype(int)))
+    for replaced, found in ((ends[::2], str(odd)), (ends, "none")):
+        without = tokens.copy()
+        without[replaced] = 1
+        without.tofile(f"{made}.bin")
+        said = next(line for line in run(flags).said.splitlines() if "warning" in line)
+        assert said.startswith(f" note: warning: {made}: {found} of 32 documents looked at")
+        assert f"token {EOD}, and --eod-mask-loss and --reset-position-ids go by that token" in said
+        assert "--append-eod" in said
+    assert "warning" not in run(f"--data-path {made}").said
 
 
 def test_order_shuffle_and_packing_change_the_samples(run: Any) -> None:

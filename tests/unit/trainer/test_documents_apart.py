@@ -10,7 +10,7 @@ import torch
 
 from helpers.pairs import write_pair
 from helpers.runs import SHAPE, one_rank, read_curve, run_tiny
-from megaflow import preprocess
+from megaflow import PreprocessOptions, preprocess
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.sections import ModelConfig
@@ -21,6 +21,7 @@ from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import attend_math, attend_sdpa
 from megaflow_trainer.ops.attention_block import attend_block
 from megaflow_trainer.training.build import build_model
+from megaflow_trainer.training.run import train
 
 END = 0
 LENGTHS = ([5, 1, 10], [16], [3, 13])  # of the documents of three samples; the last ones go on behind them
@@ -130,6 +131,34 @@ def test_a_block_that_a_query_does_not_see_adds_nothing() -> None:
     assert torch.equal(out[:, :, :2], v[:, :, 3:].expand(-1, -1, 2, -1))
     assert out[:, :, 2:].count_nonzero() == 0
     assert lse[:, :, 2:].isneginf().all()
+
+
+def test_documents_are_kept_apart_by_the_data_where_no_token_ends_them(tmp_path: Path) -> None:
+    text = "".join(f'{{"text": "document {n}, some words long"}}\n' for n in range(60))
+    (tmp_path / "corpus.jsonl").write_text(text)
+    flag, losses = "--dataloader-inter-document-masking", {}
+    for name in ("ends", "none"):
+        options = PreprocessOptions(output_prefix=str(tmp_path / name), append_eod=name == "ends")
+        prefix = preprocess(tmp_path / "corpus.jsonl", options).pairs[0].prefix
+        for own in ((), (flag,), ("--reset-position-ids", "--reset-attention-mask")):
+            given = [*own, "--train-iters", "2", "--run-dir", str(tmp_path / f"{name}-{len(own)}")]
+            assert run_tiny(prefix, given, base=SHAPE) == 0
+            losses[name, len(own)] = [row[1] for row in read_curve(tmp_path / f"{name}-{len(own)}")]
+    assert losses["ends", 1] == losses["ends", 2] != losses["ends", 0]
+    assert losses["none", 1] != losses["none", 0] == losses["none", 2]
+    with pytest.raises(ConfigError, match="predicts tokens beyond their ends"):
+        read_command(["--data-path", "x", "--train-iters", "1", flag, "--mtp-num-layers", "1"], world_size=1)
+    made_up = {
+        own: tmp_path / f"mock{len(own)}" for own in ((flag,), ("--reset-position-ids", "--reset-attention-mask"), ())
+    }
+    for own, folder in made_up.items():
+        words = [*SHAPE, "--mock-data", "--vocab-size", "64", *own, "--train-iters", "2", "--run-dir", str(folder)]
+        config, notes = read_command(words, world_size=1)
+        assert train(config, one_rank(), notes) == 0
+    by_flag, by_token, plain = ([row[1] for row in read_curve(folder)] for folder in made_up.values())
+    assert by_flag == by_token != plain
+    stream = [flag, "--train-iters", "2", "--run-dir", str(tmp_path / "stream"), "--vocab-size", "50257"]
+    assert run_tiny(str(tmp_path / "corpus.jsonl"), stream, base=SHAPE) == 0
 
 
 def test_the_flags_train_by_the_ends_in_the_data_and_refuse_what_they_cannot(tmp_path: Path) -> None:

@@ -286,9 +286,7 @@ OWN_TEST = {
     "--cp-comm-type": "test_ranks_that_share_sequences_attend_as_the_flag_says",
     "--tokenizer-type": "test_an_unknown_tokenizer_type_is_named",
     **dict.fromkeys(("--num-workers", "--prefetch"), "test_threads_and_prefetch_change_the_loader_and_not_the_samples"),
-    **dict.fromkeys(
-        ("--dataloader-type", "--sequence-parallel"), "test_a_flag_without_effect_here_says_so_and_changes_no_loss"
-    ),
+    "--sequence-parallel": "test_a_flag_without_effect_here_says_so_and_changes_no_loss",
     "--distributed-backend": "test_the_backend_is_the_one_asked_for_where_a_gpu_is_at_hand",
 }
 """Flags that one of the tests below observes by itself."""
@@ -309,6 +307,7 @@ DATA_FLAGS = (
     *("--mock-data", "--sample-order", "--sample-shuffle", "--sample-packing", "--blend-weights", "--blend-schedule"),
     *("--data-cache-path", "--num-dataset-builder-threads", "--fim-rate", "--fim-spm-rate", "--fim-prefix-token"),
     *("--fim-middle-token", "--fim-suffix-token", "--reset-position-ids", "--reset-attention-mask"),
+    *("--dataloader-type", "--dataloader-inter-document-masking"),
 )
 """Flags that test_data_flags.py and test_documents_apart.py observe."""
 
@@ -526,11 +525,7 @@ def test_predictions_made_at_the_end_of_a_document_are_left_out(
 
 
 @pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--dataloader-type cyclic", "--dataloader-type cyclic has no effect: samples are already shuffled and"),
-        ("--sequence-parallel", "--sequence-parallel has no effect at tensor-parallel size 1"),
-    ],
+    "flags, said", [("--sequence-parallel", "--sequence-parallel has no effect at tensor-parallel size 1")]
 )
 def test_a_flag_without_effect_here_says_so_and_changes_no_loss(
     flags: str, said: str, prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -82,8 +82,8 @@ def test_the_line_with_experts_is_read() -> None:
 def test_accumulation_in_both_spellings_and_a_cyclic_sampler() -> None:
     flags = "--dataloader-type cyclic --num-workers 4 --gradient-accumulation-steps 4 --num-micro-batches 4"
     config, notes = read_command(["--train-iters", "3", "--data-path", "x", *flags.split()], world_size=2)
-    assert (config.step.global_batch_size, config.data.num_threads) == (8, 4)
-    assert any("--dataloader-type cyclic has no effect" in note for note in notes)
+    assert (config.step.global_batch_size, config.data.num_threads, config.data.order) == (8, 4, "cyclic")
+    assert not any("cyclic" in note for note in notes)
 
 
 @pytest.mark.parametrize(

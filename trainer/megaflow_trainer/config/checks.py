@@ -206,6 +206,13 @@ def check_data(config: TrainConfig) -> list[str]:
         faults.append(
             "samples.blend_schedule is for samples.order instant: Megatron's order would change from the first sample"
         )
+    if own.keeps_documents_apart and config.model.num_mtp_layers:
+        faults.append(
+            "data.keeps_documents_apart keeps documents apart, and model.num_mtp_layers "
+            f"{config.model.num_mtp_layers} predicts tokens beyond their ends; drop one of them"
+        )
+    if config.data.order == "cyclic" and samples.blend_schedule is not None:
+        faults.append("data.order cyclic draws samples out of order, and samples.blend_schedule needs theirs; drop one")
     try:
         weights = [float(part) for part in config.data.split.split(",")]
     except ValueError:

@@ -133,6 +133,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--num-workers", "data.num_threads"),
     Flag("--prefetch", "data.prefetch"),
     Flag("--eod-mask-loss", "data.eod_mask_loss", constant=True),
+    Flag("--dataloader-inter-document-masking", "data.keeps_documents_apart", constant=True),
     Flag("--reset-position-ids", "model.resets_positions", constant=True),
     Flag("--reset-attention-mask", "model.resets_attention", constant=True),
     Flag("--sample-order", "samples.order"),

@@ -22,6 +22,8 @@ def resolve(config: TrainConfig, *, world_size: int) -> tuple[TrainConfig, list[
         config.model,
         ffn_dim=config.model.ffn_width,
         max_positions=config.model.max_positions or config.data.seq_len,
+        resets_positions=config.model.resets_positions or config.data.keeps_documents_apart,
+        resets_attention=config.model.resets_attention or config.data.keeps_documents_apart,
     )
     run_dir = config.log.run_dir or config.checkpoint.save or str(Path("runs") / config.log.name)
     step = dataclasses.replace(config.step, **dataclasses.asdict(sizes))
@@ -63,8 +65,6 @@ def _list_notes(config: TrainConfig) -> list[str]:
         notes.append("--grow has no effect without --init-from")
     if config.parallel.sequence_parallel and config.parallel.tp == 1:
         notes.append("--sequence-parallel has no effect at tensor-parallel size 1")
-    if config.data.order == "cyclic":
-        notes.append("--dataloader-type cyclic has no effect: samples are already shuffled and repeated as needed")
     if config.data.vocab_file and not config.data.tokenizer_type:
         notes.append("vocabulary and merges without --tokenizer-type: taken as a GPT-2 byte-level BPE")
     return notes

@@ -65,11 +65,14 @@ class DataConfig:
     merge_file: str | None = None
     """Merges of a GPT-2 style tokenizer."""
     order: str = "single"
-    """Sampler: single or cyclic. Samples are already shuffled and repeated, so both read the same order."""
+    """Sampler: single walks the samples as the dataset orders them; cyclic draws them in an order of its own."""
     num_threads: int = 1
     """Threads that gather batches ahead of need; 0 gathers each batch when it is asked for."""
     prefetch: int = 4
     """Micro-batches held ready ahead of need."""
+    keeps_documents_apart: bool = False
+    """Whether tokens see those of their own document only, and positions begin again with each: as both --reset flags,
+    but by the documents of the data, which need no end-of-document token."""
     eod_mask_loss: bool = False
     """Whether predictions made at an end-of-document token are left out of the loss."""
 

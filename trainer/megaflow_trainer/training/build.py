@@ -29,7 +29,7 @@ from megaflow_trainer.parallel.load import list_biases
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.shards import ShardMap
 from megaflow_trainer.training.clock import Clock
-from megaflow_trainer.training.data import RunData
+from megaflow_trainer.training.data import RunData, sampler_of
 from megaflow_trainer.training.documents import Documents
 from megaflow_trainer.training.feed import Feed
 from megaflow_trainer.training.guards import Guard
@@ -82,6 +82,7 @@ def set_up(config: TrainConfig, data: RunData, loader: Loader, mesh: Mesh, notes
         vocab_size=data.vocab_size,
         eod_id=data.eod_id,
         document_end=data.document_end,
+        by_documents=data.by_documents,
     )
     state = TrainState(
         model=model, optimizer=optimizer, feed=feed, data_fingerprint=data.train.fingerprint, spikes=spikes
@@ -185,6 +186,7 @@ def introduce(run: Run, notes: Sequence[str]) -> None:
         run.data.train,
         consumed=run.feed.consumed_samples,
         last_step=config.last_step,
+        sampler=sampler_of(config),
     )
     data = {**batches, "train": describe_data(run.data.train)}
     if run.data.valid is not None:

@@ -21,7 +21,7 @@ from megaflow.mock import MockGPTDataset
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training.stream_data import is_text_run, open_text
-from megaflow_trainer.training.vocabulary import check_largest_id, open_tokenizer, read_vocabulary
+from megaflow_trainer.training.vocabulary import check_largest_id, list_missing_ends, open_tokenizer, read_vocabulary
 
 _MOCK_VOCAB_SIZE = 50257
 
@@ -38,6 +38,8 @@ class RunData:
     eod_id: int | None
     notes: tuple[str, ...]
     document_end: int | None = None
+    by_documents: bool = False
+    """Whether the model is told of documents as the data store them, not by `document_end`."""
     kept: list[Batch] = field(default_factory=list)
     """This rank's batches of the valid part, where it is text: read and tokenized once for all evaluations."""
 
@@ -59,7 +61,9 @@ def open_data(config: TrainConfig) -> RunData:
     prefixes = spec.prefixes
     vocab_size, eod_id, notes = read_vocabulary(prefixes, config)
     for prefix in prefixes:
-        check_largest_id(IndexedDataset(prefix), prefix, vocab_size)
+        indexed = IndexedDataset(prefix)
+        check_largest_id(indexed, prefix, vocab_size)
+        notes += list_missing_ends(indexed, eod_id, config)
     splits = build_datasets(spec, config, eod_id)
     notes += splits.notes
     if splits.train is None:
@@ -83,6 +87,11 @@ def open_data(config: TrainConfig) -> RunData:
 
 def _open_stream(config: TrainConfig) -> RunData:
     """Text that is tokenized while it trains."""
+    if config.data.order == "cyclic":
+        raise ConfigError(
+            "--dataloader-type cyclic draws samples by their position, and text is read in order, shuffled in windows; "
+            "drop the flag, or preprocess the text"
+        )
     tokenizer = open_tokenizer(config.data)
     text = open_text(config, tokenizer)
     return RunData(
@@ -101,14 +110,17 @@ def _use_end(config: TrainConfig, eod_id: int | None) -> dict[str, Any]:
         ConfigError: if it cannot occur in the data, and so would never end a document.
     """
     vocab_size = config.model.vocab_size
-    if config.model.tells_documents and eod_id is not None and vocab_size is not None and eod_id >= vocab_size:
+    by_documents = config.data.keeps_documents_apart and not config.data.is_mock  # made-up documents end with the token
+    by_end = config.model.tells_documents and not by_documents
+    if by_end and eod_id is not None and vocab_size is not None and eod_id >= vocab_size:
         raise ConfigError(
             f"--reset-position-ids, --reset-attention-mask: the end-of-document token {eod_id} is outside the "
             f"vocabulary of {vocab_size} tokens, so that no document would end; name the tokenizer of the data"
         )
     return {
         "eod_id": eod_id if config.data.eod_mask_loss else None,
-        "document_end": eod_id if config.model.tells_documents else None,
+        "document_end": eod_id if by_end else None,
+        "by_documents": by_documents,
     }
 
 
@@ -160,7 +172,23 @@ def check_part(part: AnyDataset, name: str, config: TrainConfig) -> None:
 
 
 def build_loader(dataset: AnyDataset | MockGPTDataset | StreamingDataset, config: TrainConfig, mesh: Mesh) -> Loader:
-    """This rank's loader over a dataset, from its first sample on."""
+    """This rank's loader over a dataset, from its first sample on, in the dataset's order."""
+    return _loader(dataset, config, mesh)
+
+
+def build_train_loader(data: RunData, config: TrainConfig, mesh: Mesh) -> Loader:
+    """This rank's loader of the training, by the sampler of --dataloader-type (an evaluation has none)."""
+    return _loader(data.train, config, mesh, **sampler_of(config))
+
+
+def sampler_of(config: TrainConfig) -> dict[str, Any]:
+    """The loader's arguments that decide in which order the dataset's samples are drawn."""
+    return {"order": "cyclic", "seed": config.seed} if config.data.order == "cyclic" else {"order": "single"}
+
+
+def _loader(
+    dataset: AnyDataset | MockGPTDataset | StreamingDataset, config: TrainConfig, mesh: Mesh, **sampler: Any
+) -> Loader:
     return Loader(
         dataset,
         config.step.sizes.micro_batch_size,
@@ -168,6 +196,8 @@ def build_loader(dataset: AnyDataset | MockGPTDataset | StreamingDataset, config
         dp_size=mesh.dp_size,
         num_threads=config.data.num_threads,
         prefetch=config.data.prefetch,
+        document_masking=config.data.keeps_documents_apart,
+        **sampler,
     )
 
 

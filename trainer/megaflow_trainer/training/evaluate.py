@@ -29,6 +29,7 @@ def evaluate(model: ParallelModel, data: RunData, config: TrainConfig, mesh: Mes
             vocab_size=data.vocab_size,
             eod_id=data.eod_id,
             document_end=data.document_end,
+            by_documents=data.by_documents,
         )
         count = config.step.sizes.num_micro_batches
         for _ in range(config.eval.steps):

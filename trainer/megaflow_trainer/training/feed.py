@@ -36,6 +36,7 @@ class HostBatch:
     labels: NDArray[np.int64]
     mask: NDArray[np.float32] | None
     sample_ids: tuple[int, ...] = field(default=())
+    documents: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class _Ahead:
 
 class Feed:
     """Takes batches from a loader to a device. With `eod_id`, predictions made at that token do not count. With
-    `document_end`, the token that ends a document, batches tell the document of each token.
+    `document_end`, the token that ends a document, batches tell the document of each token; with `by_documents` they do
+    so as the loader's positions tell.
 
     On a GPU one batch is copied ahead while the device computes (`prepare`). The position is that of the batches that
     were handed out.
@@ -66,6 +68,7 @@ class Feed:
         vocab_size: int,
         eod_id: int | None,
         document_end: int | None = None,
+        by_documents: bool = False,
     ) -> None:
         self.loader = loader
         self.device = device
@@ -73,6 +76,7 @@ class Feed:
         self.vocab_size = vocab_size
         self.eod_id = eod_id
         self.document_end = document_end
+        self.by_documents = by_documents
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead: _Ahead | None = None
 
@@ -156,13 +160,19 @@ class Feed:
         if self.eod_id is not None:
             counts = (batch.tokens != self.eod_id).astype(np.float32)
             mask = counts if mask is None else mask * counts
-        return HostBatch(batch.tokens, batch.labels, mask, tuple(batch.sample_ids.tolist()))
+        documents = None
+        if self.by_documents:
+            assert batch.position_ids is not None, "the loader was asked for them"
+            documents = np.cumsum(batch.position_ids == 0, axis=1, dtype=np.int64) - 1
+        return HostBatch(batch.tokens, batch.labels, mask, tuple(batch.sample_ids.tolist()), documents)
 
     def _pack(self, host: HostBatch) -> DeviceBatch:
         num_tokens = host.tokens.size if host.mask is None else int(host.mask.sum())
         mask = None if host.mask is None else self._send(host.mask)
         tokens, labels = self._send(host.tokens), self._send(host.labels)
-        documents = None if self.document_end is None else number_documents(tokens, self.document_end)
+        documents = None if host.documents is None else self._send(host.documents)
+        if self.document_end is not None:
+            documents = number_documents(tokens, self.document_end)
         return DeviceBatch(tokens, labels, mask, num_tokens, host.sample_ids, documents)
 
     def _send(self, array: NDArray[np.generic]) -> Tensor:

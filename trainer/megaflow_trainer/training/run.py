@@ -17,7 +17,7 @@ from megaflow_trainer.parallel.collectives import own_group
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training.build import Run, set_up
 from megaflow_trainer.training.clock import CHECKPOINT, COMMUNICATION, EVAL, LOG
-from megaflow_trainer.training.data import build_loader, open_data, with_vocabulary
+from megaflow_trainer.training.data import build_train_loader, open_data, with_vocabulary
 from megaflow_trainer.training.evaluate import evaluate
 from megaflow_trainer.training.ledger import Ledger, StepResult
 from megaflow_trainer.training.lock import hold_folders
@@ -56,7 +56,7 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = (), ending: En
         hold_folders(config, mesh),
         explain_shortage(config, mesh.device),
         prefer_kernels(mesh.device),
-        build_loader(data.train, config, mesh) as loader,
+        build_train_loader(data, config, mesh) as loader,
     ):
         run = set_up(config, data, loader, mesh, [*notes, *data.notes])
         with record_end(run.folder, mesh, ending), open_saver(run) as saver:

@@ -104,7 +104,9 @@ def _refuse_strangers(flag: str, names: Sequence[str]) -> None:
         )
 
 
-def describe_batches(phases: list[tuple[int, int]], dataset: Any, *, consumed: int, last_step: int) -> dict[str, Any]:
+def describe_batches(
+    phases: list[tuple[int, int]], dataset: Any, *, consumed: int, last_step: int, sampler: dict[str, Any]
+) -> dict[str, Any]:
     """What a manifest says of the data, so that the samples of an iteration can be found again without the trainer.
 
     Args:
@@ -112,6 +114,7 @@ def describe_batches(phases: list[tuple[int, int]], dataset: Any, *, consumed: i
         dataset: the train set.
         consumed: samples consumed when this start begins.
         last_step: of the run.
+        sampler: the loader's arguments that decide in which order the samples are drawn.
     """
     from megaflow.origin import recipe_of
 
@@ -125,4 +128,5 @@ def describe_batches(phases: list[tuple[int, int]], dataset: Any, *, consumed: i
         "consumed_samples": consumed,
         "last_iteration": last_step,
         "batches": [list(phase) for phase in phases],
+        "sampler": sampler,
     }

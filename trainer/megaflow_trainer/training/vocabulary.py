@@ -10,6 +10,7 @@ import numpy as np
 import megaflow
 from megaflow import IndexedDataset
 from megaflow.errors import ConfigError, DataFormatError, FileAccessError, TokenizerError
+from megaflow.indexed import describe_missing_ends
 from megaflow_trainer.config.sections import DataConfig, TrainConfig
 
 _REMAKE = "preprocess the text again, or move the sidecar away and name the tokenizer by flags"
@@ -117,18 +118,32 @@ def refuse_without_end(config: TrainConfig) -> None:
     Raises:
         ConfigError: if one of them is given.
     """
-    model = config.model
-    asked = {
-        "--eod-mask-loss": config.data.eod_mask_loss,
-        "--reset-position-ids": model.resets_positions,
-        "--reset-attention-mask": model.resets_attention,
-    }
-    given = [flag for flag, is_given in asked.items() if is_given]
+    given = _flags_by_end(config)
     if given:
         needs = "needs" if len(given) == 1 else "need"
         raise ConfigError(
             f"{' and '.join(given)} {needs} an end-of-document token, and this tokenizer has none; drop the flag"
         )
+
+
+def list_missing_ends(indexed: IndexedDataset, eod_id: int | None, config: TrainConfig) -> list[str]:
+    """A warning where flags go by an end-of-document token that the documents of a pair do not end with."""
+    given = _flags_by_end(config)
+    if not given or eod_id is None:
+        return []
+    message = describe_missing_ends(indexed, eod_id, given)
+    return [] if message is None else [f"warning: {message}"]
+
+
+def _flags_by_end(config: TrainConfig) -> list[str]:
+    """Flags given that go by the end-of-document token."""
+    by_end = not config.data.keeps_documents_apart
+    asked = {
+        "--eod-mask-loss": config.data.eod_mask_loss,
+        "--reset-position-ids": config.model.resets_positions and by_end,
+        "--reset-attention-mask": config.model.resets_attention and by_end,
+    }
+    return [flag for flag, is_given in asked.items() if is_given]
 
 
 def _names_tokenizer(data: DataConfig) -> bool:
