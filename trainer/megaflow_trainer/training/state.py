@@ -40,8 +40,8 @@ class TrainState:
     spikes: SpikeWatch
 
     def list_held(self, mesh: Mesh) -> dict[str, Held]:
-        """What this rank holds of all there is to save: model/NAME, optimizer/STATE.NAME, fp8/LAYER, rng/KIND.RANK; each rank has
-        its own streams. Waits for weights that are on their way from other ranks.
+        """What this rank holds of all there is to save: model/NAME, optimizer/STATE.NAME, fp8/LAYER, rng/KIND.RANK;
+        each rank has its own streams. Waits for weights that are on their way from other ranks.
         """
         shards = self.model.parts.shards
         weights = {
