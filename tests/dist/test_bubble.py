@@ -17,7 +17,8 @@ from megaflow_trainer.training.build import build_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]
 
-FORWARD_S, BACKWARD_S = 0.06, 0.12
+FORWARD_S, BACKWARD_S = 0.2, 0.4
+"""Long beside what a busy machine needs for the tiny layers around them."""
 
 
 class Sleep(torch.autograd.Function):
@@ -51,8 +52,11 @@ def measure(pool_mesh: Mesh, num_stages: int, num_micro_batches: int) -> float |
     tokens = torch.ones(1, config.data.seq_len, dtype=torch.int64)
     batches = [MicroBatch(tokens, tokens, None, None)] * num_micro_batches
     pipeline.run(batches)  # meets the neighbours
-    pipeline.run(batches)
-    return pipeline.spans.idle
+    idle = []
+    for _ in range(2):
+        pipeline.run(batches)
+        idle.append(pipeline.spans.idle)
+    return min(idle)  # another process can only add to it
 
 
 @pytest.mark.parametrize("num_stages, num_micro_batches", [(2, 4), (4, 8)])

@@ -33,6 +33,7 @@ LAYOUTS = {
     "tp2pp2": (f"{TP2} {PP2}", Layout(tp=2, pp=2)),
     "tp2zero2": (f"{TP2} {ZERO2}", Layout(tp=2, dp_shard=2)),
     "tp2zero3": (f"{TP2} {ZERO3}", Layout(tp=2, dp_shard=2)),
+    "pp2zero3": (f"{PP2} {ZERO3}", Layout(pp=2, dp_shard=2)),
     "zbv_tied": (f"{PP2} --pipeline-schedule zbv {ZERO1}", Layout(pp=2, dp_shard=2)),
 }
 EVERY_TIME = ("one", "dp2", "tp2", "pp2", "cp2", "zero1", "zero3", "tp2pp2")

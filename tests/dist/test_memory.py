@@ -208,6 +208,54 @@ def count_flight(pool: Mesh, flags: str, count: int) -> tuple[float, float]:
     return most[0] / len(model.pipeline.chunks), counted
 
 
+def count_buffers(pool: Mesh, flags: str, count: int) -> tuple[int, int]:
+    """Tensors that this rank has memory for to receive into, at most and after a step of the real schedule."""
+    _, _, model = start(pool, "llama", f"{PP2} {flags}")
+    found = [0]
+
+    def look(name: str) -> Any:
+        own = getattr(Stage, name)
+
+        def run(self: Any, *args: Any, **options: Any) -> Any:
+            outcome = own(self, *args, **options)
+            found.append(sum(map(_count_real, stages())))
+            return outcome
+
+        return run
+
+    def stages() -> list[Any]:
+        schedules = model.pipeline.schedules.values()
+        return [stage for one in schedules for stage in (getattr(one, "_stages", None) or [one._stage])]
+
+    tokens = torch.randint(500, (1, LENGTH))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get_fwd_recv_ops", "get_bwd_recv_ops", "forward_one_chunk", "backward_one_chunk"):
+            patch.setattr(Stage, name, look(name))
+        model.pipeline.run([MicroBatch(tokens, tokens, None, None)] * count)
+    return max(found), sum(map(_count_real, stages()))
+
+
+def _count_real(stage: Any) -> int:
+    infos = [info for known in (stage.args_recv_info, stage.grad_recv_info) for one in known.values() for info in one]
+    return sum(not info.buffer.is_meta for info in infos if hasattr(info, "buffer"))
+
+
+@pytest.mark.parametrize(
+    "schedule, most",
+    [
+        ("gpipe", 1),
+        ("1f1b", 2),
+        ("interleaved --num-virtual-stages-per-pipeline-rank 2", 4),
+        ("zero_bubble --num-virtual-stages-per-pipeline-rank 2", 4),
+        ("zbv", 4),
+    ],
+)
+def test_messages_have_memory_only_while_they_travel(two_ranks: RankPool, schedule: str, most: int) -> None:
+    for found, left in two_ranks.run(count_buffers, f"--pipeline-schedule {schedule}", 12):
+        assert 0 < found <= most
+        assert left == 0
+
+
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize(
     "schedule, is_bound",

@@ -112,9 +112,11 @@ def by_kind(said: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
 ZERO1, ZERO2, ZERO3 = "--use-distributed-optimizer", "--zero-stage 2", "--zero-stage 3"
 SP, HYBRID = "--sequence-parallel", "--num-distributed-optimizer-instances 2"
 CASES = [
-    *(Case("gpt2", f"{TP2} {more}", 2) for more in ("", SP)),
+    *(Case("gpt2", f"{TP2} {more}", 2) for more in ("", SP, "--no-overlap", f"{SP} --no-overlap")),
     *(Case("gpt2", f"{zero} {SMALL} {more}", 2) for zero in ("", ZERO1, ZERO2) for more in ("", "--no-overlap")),
     Case("gpt2", ZERO3, 2),
+    *(Case("gpt2", f"{PP2} {ZERO3} --pipeline-schedule {kind}", 4) for kind in ("1f1b", "gpipe")),
+    Case("further", f"{PP2} {ZERO3} --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2", 4, micro=1),
     Case("gpt2_plain", f"{ZERO3} {HYBRID} {TP2}", 8, micro=1),
     Case("gpt2", f"{ZERO2} {HYBRID}", 4, micro=1),
     *(Case("gpt2", f"{PP2} --pipeline-schedule {kind}", 2) for kind in ("1f1b", "zbv")),
@@ -146,8 +148,24 @@ def test_bytes_of_tensor_parallelism_are_those_of_its_formula(eight_ranks: RankP
         per_batch = (2 * 2 * LAYERS + 2) * stream + 3 * 2 * SEQ_LEN * ITEM
         assert sent(found, "tp") == {"all_reduce": found["count"] * per_batch}  # 2 (n-1)/n is 1
         assert sent(found, "world") == {"all_reduce": 8 + 8}  # squares of both norms; losses are those of one rank
-        assert found["said"]["tp"]["all_reduce"]["background_bytes"] == 0
+        assert found["said"]["tp"]["all_reduce"]["background_bytes"] == found["count"] * 2 * LAYERS * stream
         assert found["said"]["tp"]["all_reduce"]["waited_s"] > 0
+
+
+@pytest.mark.parametrize("overlap", ["", "--no-overlap"])
+def test_bytes_of_sequence_parallelism_are_those_of_its_formula(eight_ranks: RankPool, overlap: str) -> None:
+    """Of [b, s, h] an all-gather into a pair and a reduce-scatter out of it, the same backward, and what has entered
+    gathered once more beside a product; the same of embedding and loss, once.
+    """
+    half = 2 * SEQ_LEN * HIDDEN * ITEM / 2  # 2 ranks: (n-1)/n
+    for found in eight_ranks.run(measure, Case("gpt2", f"{TP2} {SP} {overlap}", 2))[:2]:
+        again = 0 if overlap else 2 * LAYERS
+        gathered, scattered = 2 * 2 * LAYERS + 2, 2 * 2 * LAYERS + 2
+        own = sent(found, "tp")
+        assert own["all_gather"] == found["count"] * (gathered + again) * half
+        assert own["reduce_scatter"] == found["count"] * scattered * half
+        background = {kind: values["background_bytes"] for kind, values in found["said"]["tp"].items()}
+        assert background["all_gather"] == background["reduce_scatter"] == found["count"] * again * half
 
 
 @pytest.mark.parametrize("overlap", ["", "--no-overlap"])

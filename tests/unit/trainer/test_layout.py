@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megaflow.errors import ConfigError
+from megaflow_trainer.config import read_command
 from megaflow_trainer.config.layout import (
     AXES,
     EXPERT_AXES,
@@ -177,14 +179,51 @@ FAULTS = {
     ),
     "parallel.cp_kind p2p has no dropout inside attention, and model.attention_dropout is 0.1; set it to 0, or use "
     "all_gather or a2a": lambda: check_sequence(MODEL, ParallelConfig(cp=2), seq_len=16),
-    "parallel.cp 2 does not go with model.num_mtp_layers 1 in this version, which looks up later tokens; leave one of "
-    "them out": lambda: check_sequence(dataclasses.replace(PLAIN, num_mtp_layers=1), ParallelConfig(cp=2), seq_len=16),
 }
 
 
 @pytest.mark.parametrize("words", FAULTS)
 def test_a_size_that_does_not_divide_is_said_with_the_numbers(words: str) -> None:
     assert FAULTS[words]() == [words]
+
+
+PP2, ZERO3 = "--pipeline-model-parallel-size 2", "--zero-stage 3"
+BASE = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 2 --mock-data "
+    "--vocab-size 64 --micro-batch-size 1 --global-batch-size 4"
+)
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (f"{PP2} {ZERO3} --pipeline-schedule zbv", "takes backward apart, and parallel.zero"),
+        (f"{PP2} {ZERO3} --pipeline-schedule zero_bubble", "use 1f1b or interleaved, or give zero 1 or 2"),
+        (
+            f"{PP2} --pipeline-schedule zero_bubble --compile",
+            "takes backward apart, which compiled blocks do not allow",
+        ),
+        (f"{ZERO3} --compile", "this version does not compile those"),
+        (f"{ZERO3} --compress-activations fp8", "would take for activations"),
+        (f"{ZERO3} --recompute-granularity full --recompute-num-layers 2", "computes blocks together"),
+    ],
+)
+def test_what_does_not_go_together_is_said(flags: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_command(f"{BASE} {flags}".split(), world_size=4)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{PP2} {ZERO3}",
+        "--context-parallel-size 2 --mtp-num-layers 1 --attention-dropout 0",
+        f"{ZERO3} --optimizer muon",
+    ],
+)
+def test_what_goes_together_is_taken(flags: str) -> None:
+    config, _ = read_command(f"{BASE} {flags}".split(), world_size=4)
+    assert config.parallel.zero == 3 or config.parallel.cp == 2
 
 
 def test_sizes_that_divide_have_no_faults() -> None:

@@ -4,8 +4,8 @@ A block has two halves alike: a norm, a first part of matrix products, a core, a
 that backward needs of it. Computing a part again saves what it keeps; the last product is not run again, because
 nothing of its result is needed.
 
-Under tensor parallelism a rank's layer is a narrower layer (`shares.narrow`); what enters a pair of matrices has all
-tokens there, and under sequence parallelism what lies between the pairs has 1/tp of them (`between`).
+Under tensor parallelism a rank's layer is a narrower layer (`shares.narrow`). Under sequence parallelism a rank keeps
+1/tp of the tokens between the pairs of matrices (`between`), and of what enters one (`entered`): it gathers it again.
 
 Legend: h hidden, f ffn, n query heads, g key/value heads, d head dim, s sequence, e experts, k choices of a token;
 bytes and FLOPs are per token.
@@ -98,7 +98,7 @@ def describe_attention(
     core_input = before
     # The result has the layout of the queries. That of slices is what the projection reads; another is copied for it.
     core = float(a * n * v * (1 if is_sliced and not model.window else 2) + 4 * n)
-    between = 1.0 if share is None else share.between
+    between, entered = (1.0, 1.0) if share is None else (share.between, share.entered)
     if share is not None and share.cp > 1:
         before, core = inner, _keep_shared(model, share, a, qk, v) + 2 * a * n * v + 4 * n
         if share.cp_kind == "all_gather":  # masks of its two pieces, one for all samples
@@ -113,7 +113,7 @@ def describe_attention(
         core=core,
         before_flops=before_flops,
         core_flops=2.0 * seen * n * (qk + v),
-        **_describe_frame(model, a, kernels, between, entered=between if model.is_latent else 1.0),
+        **_describe_frame(model, a, kernels, between, entered=between if model.is_latent else entered),
     )
 
 
@@ -165,8 +165,9 @@ def _describe_latent(model: ModelConfig, a: int, kernels: Kernels) -> tuple[floa
     return latent, flops, qk, model.v_dim
 
 
-def describe_mlp(model: ModelConfig, *, item_bytes: int, kernels: Kernels, between: float = 1.0) -> Half:
-    """The half of a block that feeds forward."""
+def describe_mlp(model: ModelConfig, *, item_bytes: int, kernels: Kernels, share: Share | None = None) -> Half:
+    """The half of a block that feeds forward; `model` is narrowed already where tensor-parallel ranks share it."""
+    between, entered = (1.0, 1.0) if share is None else (share.between, share.entered)
     a, h, f = item_bytes, model.hidden_dim, model.ffn_width
     num_up = 2 if model.activation == "swiglu" else 1
     num_kept = {"swiglu": 4, "gelu": 2, "squared_relu": 2}[model.activation]  # relu keeps its result, not its input
@@ -177,7 +178,7 @@ def describe_mlp(model: ModelConfig, *, item_bytes: int, kernels: Kernels, betwe
         core=a * f * num_kept,
         before_flops=2.0 * h * f * num_up,
         core_flops=float(_ELEMENTWISE * f),
-        **_describe_frame(model, a, kernels, between, entered=1.0),
+        **_describe_frame(model, a, kernels, between, entered=entered),
     )
 
 
@@ -197,8 +198,9 @@ def describe_experts(model: ModelConfig, *, item_bytes: int, kernels: Kernels, s
     rows, inner = k * etp / tp, (k * f + shared) / tp
     routed = (wide * e + k * (2 * wide + 3 * 8)) / tp + a * rows * h
     read = wide * h / tp  # what the router reads: the norm's result, or a wider copy of it
-    if shared and (tp > 1 or a < wide):
-        read += a * h
+    entered = 1.0 if share is None else share.entered
+    if shared and (a < wide or (tp > 1 and entered == 1)):  # else both read the same tokens
+        read += a * h * entered
     return Half(
         parts=("mlp_activation", "mlp", "mlp_norm"),
         before=routed,
@@ -300,7 +302,7 @@ def count_activation_bytes(
         micro_batch_size=micro_batch_size,
     )
     num_further = model.num_mtp_layers if own.is_last else 0
-    mlp = describe_mlp(local, item_bytes=item_bytes, kernels=kernels, between=own.between)
+    mlp = describe_mlp(local, item_bytes=item_bytes, kernels=kernels, share=own)
     experts = describe_experts(model, item_bytes=item_bytes, kernels=kernels, share=own)
     mlps = [experts if has_experts else mlp for has_experts in list_kinds(model, own)]
     blocks, again = _count_blocks(recompute, _pick(parts, own), own.chunks or (len(own.layers),), attention, mlps)

@@ -128,17 +128,16 @@ def check_parallel(config: TrainConfig, *, world_size: int) -> list[str]:
     if config.step.is_compiled and obstacle is not None:
         remedy = "give zero 1 or 2" if own.zero == 3 else "use 1f1b or interleaved"
         faults.append(f"{obstacle}; {remedy}, or drop --compile")
-    if own.zero == 3 and own.pp > 1:
-        faults.append(f"parallel.zero 3 does not go with parallel.pp {own.pp} in this version; give zero 1 or 2")
-    if own.zero == 3 and config.recompute.method == "uniform" and (config.recompute.num_layers or 1) > 1:
+    if own.zero == 3 and own.pp > 1 and own.schedule in ("zero_bubble", "zbv"):
+        faults.append(
+            f"parallel.schedule {own.schedule} takes backward apart, and parallel.zero 3 divides gradients when a "
+            "block's backward is over; use 1f1b or interleaved, or give zero 1 or 2"
+        )
+    is_chained = config.recompute.method in (None, "uniform") and (config.recompute.num_layers or 1) > 1
+    if own.zero == 3 and is_chained:
         faults.append(
             f"parallel.zero 3 gathers weights block by block, and recompute.num_layers {config.recompute.num_layers} "
             "computes blocks together; give recompute.num_layers 1"
-        )
-    if (own.tp > 1 or own.zero > 0) and config.optim.kind == "muon":
-        faults.append(
-            f"optim.kind muon needs whole matrices, and parallel.tp {own.tp} with parallel.zero {own.zero} divides "
-            "them; use adamw, or tp 1 with zero 0"
         )
     if config.model.num_experts is not None and config.optim.kind == "muon":
         faults.append("optim.kind muon takes one matrix at a time, and those of experts lie stacked; use adamw")

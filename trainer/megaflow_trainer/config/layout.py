@@ -201,11 +201,6 @@ def check_sequence(model: ModelConfig, parallel: ParallelConfig, *, seq_len: int
             f"parallel.cp_kind p2p has no dropout inside attention, and model.attention_dropout is "
             f"{model.attention_dropout}; set it to 0, or use all_gather or a2a"
         )
-    if model.num_mtp_layers > 0:
-        faults.append(
-            f"parallel.cp {parallel.cp} does not go with model.num_mtp_layers {model.num_mtp_layers} in this version, "
-            "which looks up later tokens; leave one of them out"
-        )
     return faults
 
 

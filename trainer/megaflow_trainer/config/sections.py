@@ -120,7 +120,8 @@ class ParallelConfig:
     bucket_size: int = 40_000_000
     """Gradients that data-parallel ranks send at once."""
     overlaps: bool = True
-    """Whether gradients are sent while backward goes on, and weights that ZeRO divides while the next forward does."""
+    """Whether ranks compute while they send: gradients during backward, weights that ZeRO divides during the next
+    forward, and what tensor-parallel ranks exchange in backward during products."""
     backend: str | None = None
     """Process group backend: nccl or gloo. The first that fits if not given; gloo keeps the run on the CPU."""
 

@@ -37,6 +37,8 @@ class Share:
     tp: int = 1
     is_sequence: bool = False
     """Whether tokens between the pairs of matrices are divided among the tensor-parallel ranks."""
+    gathers_again: bool = False
+    """Whether of what enters a pair it keeps its own tokens only."""
     ep: int = 1
     """Ranks that divide the experts of a layer."""
     etp: int = 1
@@ -50,6 +52,11 @@ class Share:
     def between(self) -> float:
         """Part of a sample's tokens that a rank holds between the pairs of matrices."""
         return 1 / self.tp if self.is_sequence else 1.0
+
+    @property
+    def entered(self) -> float:
+        """Part of a sample's tokens that a rank keeps of what enters a pair."""
+        return self.between if self.gathers_again else 1.0
 
     @property
     def has_experts_apart(self) -> bool:
@@ -72,12 +79,18 @@ def find_share(model: ModelConfig, parallel: ParallelConfig, *, pp_rank: int, nu
         is_last=count_chunks(parallel) - 1 in own,
         tp=parallel.tp,
         is_sequence=parallel.sequence_parallel and parallel.tp > 1,
+        gathers_again=overlaps_products(parallel),
         ep=parallel.ep,
         etp=parallel.etp or parallel.tp,
         cp=parallel.cp,
         cp_kind=parallel.cp_kind,
         in_flight=count_in_flight(parallel, pp_rank=pp_rank, num_micro_batches=num_micro_batches),
     )
+
+
+def overlaps_products(parallel: ParallelConfig) -> bool:
+    """Whether collectives of tensor parallelism travel beside products in backward: not where it is taken apart."""
+    return parallel.overlaps and parallel.schedule not in ("zero_bubble", "zbv")
 
 
 def count_in_flight(parallel: ParallelConfig, *, pp_rank: int, num_micro_batches: int) -> float:

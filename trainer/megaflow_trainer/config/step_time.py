@@ -163,7 +163,7 @@ def _count_again(config: TrainConfig, share: Share, blocks: Sequence[float]) -> 
         return sum(blocks[: min(len(share.layers), part or len(share.layers))])
     local, item, parts = narrow(config.model, share.tp), ITEM_BYTES[config.step.dtype], choose_parts(config)
     attention = describe_attention(local, seq_len=config.data.seq_len, item_bytes=item, kernels=GPU, share=share)
-    mlp = describe_mlp(local, item_bytes=item, kernels=GPU, between=share.between)
+    mlp = describe_mlp(local, item_bytes=item, kernels=GPU, share=share)
     experts = describe_experts(config.model, item_bytes=item, kernels=GPU, share=share)
     halves = [(attention, experts if has_experts else mlp) for has_experts in list_kinds(config.model, share)]
     return sum(

@@ -97,8 +97,9 @@ class GPT(nn.Module):
         self.loss: Callable[..., Tensor] = sockets.loss
         self.accumulating_loss: Callable[..., Tensor] | None = None
         """Takes the place of `loss` where the weights of the sum are known before it (`ops/accumulate.py`)."""
-        self.side_losses: dict[str, Tensor] = {}
-        """Losses of the last forward in training that are logged apart, by name, detached: `mtp_1` is `[b, s - 1]`."""
+        self.side_losses: dict[str, tuple[Tensor, Tensor]] = {}
+        """Losses of the last forward in training that are logged apart, by name, detached, and where there are any,
+        both `[b, s]`."""
 
     def forward(
         self,
@@ -115,7 +116,7 @@ class GPT(nn.Module):
 
         Args:
             tokens: int64 `[b, s]`.
-            labels: int64 `[b, s]`.
+            labels: int64 `[b, s]`, or as `stack_labels` gives them, where tokens do not stand side by side.
             keys: int64 `[b]`, one number a sample from which its dropout follows; 0, 1, ... if not given.
             positions: int64 `[s]` on the CPU, place of each token in its sample; 0, 1, ... if not given.
             documents: int64 `[b, S]`, document of each token of the whole samples; see `make_context`.
@@ -140,22 +141,32 @@ class GPT(nn.Module):
 
     def compute_loss(self, x: Tensor, labels: Tensor, context: Context, weights: Tensor | None = None) -> Tensor:
         """Loss per token, `[b, s]`, from the residual stream after the last block."""
-        loss = self.project_loss(self.norm(x), labels, weights)
+        is_stacked = labels.dim() == 3
+        loss = self.project_loss(self.norm(x), labels[..., 0] if is_stacked else labels, weights)
         self.side_losses = {}
         if self.further and self.training:
-            further = self.compute_further(x, labels, context)
+            further = self.compute_further(
+                x, labels if is_stacked else stack_labels(labels, len(self.further)), context
+            )
             loss = loss + (further - further.detach())  # adds its gradient and the value 0
         return loss
 
     def compute_further(self, x: Tensor, labels: Tensor, context: Context) -> Tensor:
-        """Weighted mean over depths of the losses of later tokens, `[b, s]`; 0 at the end, where no label is known."""
-        total = torch.zeros_like(labels, dtype=torch.float32)
+        """Weighted mean over depths of the losses of later tokens, `[b, s]`; 0 where no label is known.
+
+        Args:
+            x: the residual stream after the last block.
+            labels: `[b, s, 1 + d]`, see `stack_labels`.
+            context: of the micro-batch.
+        """
+        total = torch.zeros(labels.shape[:2], dtype=torch.float32, device=labels.device)
         for depth, part in enumerate(self.further, 1):
-            later = self.embedding(labels.roll(1 - depth, dims=1))  # token i + depth
+            later = self.embedding(labels[..., depth - 1].clamp(min=0))  # token i + depth
             x, normed = part(x, later, context)
-            losses = self.project_loss(normed, labels.roll(-depth, dims=1))
-            total = total + F.pad(losses[:, :-depth], (0, depth))
-            self.side_losses[f"mtp_{depth}"] = losses[:, :-depth].detach()
+            wanted = labels[..., depth]
+            losses = self.project_loss(normed, wanted.clamp(min=0)).masked_fill(wanted < 0, 0)
+            total = total + losses
+            self.side_losses[f"mtp_{depth}"] = losses.detach(), wanted >= 0
         return total * (self.config.mtp_loss_scale / len(self.further))
 
     def project_loss(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -186,6 +197,14 @@ class GPT(nn.Module):
         """What scores are multiplied by: 1, or under mu-P the inverse of the width's growth."""
         base = self.config.mup_base_dim
         return 1.0 if base is None else base / self.config.hidden_dim
+
+
+def stack_labels(labels: Tensor, num_further: int) -> Tensor:
+    """Of each token of whole samples its label, given as `[b, S]`, and those of the `num_further` tokens behind it, -1
+    where there is none; int64 `[b, S, 1 + num_further]`.
+    """
+    padded = F.pad(labels, (0, num_further), value=-1)
+    return padded.unfold(1, 1 + num_further, 1)
 
 
 def build_gpt(config: ModelConfig, sockets: Sockets, *, device: torch.device, dtype: torch.dtype) -> GPT:

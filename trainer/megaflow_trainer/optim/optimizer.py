@@ -16,9 +16,10 @@ from torch import Tensor
 
 from megaflow_trainer.config.sections import OptimConfig
 from megaflow_trainer.optim.fused import FusedAdam, Moved, make_fused
-from megaflow_trainer.optim.rules import Adam, Lion, Muon, Rule, Sgd, Slot, is_uniform
+from megaflow_trainer.optim.rules import Adam, Lion, Muon, Rule, Sgd, Slot, is_uniform, orthogonalise
 from megaflow_trainer.optim.scaler import LossScaler
 from megaflow_trainer.parallel.buckets import MainParameter
+from megaflow_trainer.parallel.matrices import Matrices
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _EMBEDDINGS = ("embedding.weight", "positions.weight", "head.weight")
@@ -42,6 +43,7 @@ class Optimizer:
         config: kind, rates and dtypes.
         mup_ratio: base width / width under mu-P: matrices inside the blocks move at this part of the rate.
         scaler: the loss scale of fp16; None in other precisions.
+        matrices: puts whole matrices together for Muon; not needed where each lies on one rank.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class Optimizer:
         *,
         mup_ratio: float = 1.0,
         scaler: LossScaler | None = None,
+        matrices: Matrices | None = None,
     ) -> None:
         self.weights = {main.name: main.weight for main in parameters}
         self.masters = {main.name: _make_master(main, config) for main in parameters}
         self.is_matrix = {main.name: main.is_matrix for main in parameters}
         self.main_grads = {main.name: main.main_grad for main in parameters}
         self.scaler, self.is_offloaded = scaler, config.is_offloaded
+        self.matrices = matrices if config.kind == "muon" else None
         self.weight_decay = config.weight_decay
         self.slots: dict[str, Slot] = {}
         self.groups: list[Group] = []
@@ -64,7 +68,7 @@ class Optimizer:
         self.fused: FusedAdam | None = None
         self.obstacle: str | None = "--no-fused-optimizer is given"
         """Why the weights are not moved in one pass."""
-        if config.is_fused:
+        if config.is_fused and self.matrices is None:
             self.fused, self.obstacle = make_fused(self._list_moved())
 
     def _list_moved(self) -> list[Moved]:
@@ -85,7 +89,7 @@ class Optimizer:
             decay = 1.0 if is_matrix and not any(fnmatch(name, pattern) for pattern in config.no_decay) else 0.0
             lr = mup_ratio if is_matrix and name.startswith(("blocks.", "further.")) else 1.0
             grad = torch.empty_like(self.main_grads[name], device="cpu") if self.is_offloaded else self.main_grads[name]
-            slot = Slot(master.detach(), grad, rule.make_state(master))
+            slot = Slot(master.detach(), grad, rule.make_state(master), name)
             self.slots[name] = slot
             found.setdefault((rule, decay, lr), []).append(slot)
         self.groups = [Group(rule, slots, decay, lr) for (rule, decay, lr), slots in found.items()]
@@ -97,7 +101,9 @@ class Optimizer:
 
     @property
     def _has_uniform_adam(self) -> bool:
-        return not self.is_offloaded and all(
+        if self.is_offloaded or self.matrices is not None:  # all ranks decide alike, whichever rules their parts have
+            return False
+        return all(
             isinstance(group.rule, Adam) and all(is_uniform(slot) for slot in group.slots) for group in self.groups
         )
 
@@ -125,13 +131,36 @@ class Optimizer:
         if self.is_offloaded:
             for name, slot in self.slots.items():
                 slot.grad.copy_(self.main_grads[name])
+        if self.matrices is not None:
+            self._move_matrices(self.matrices, lr, decay)
         for group in self.groups:
             rates = {"lr": lr * group.lr_factor, "decay": decay * group.decay_factor}
+            if self.matrices is not None and isinstance(group.rule, Muon):
+                continue
             if found_inf is not None and isinstance(group.rule, Adam):
                 group.rule.update(group.slots, **rates, found_inf=found_inf)
             else:
                 group.rule.update(group.slots, **rates)
         self.copy_to_weights()
+
+    def _move_matrices(self, matrices: Matrices, lr: float, decay: float) -> None:
+        """Muon where ranks have parts of matrices. All of them come to all ranks, whatever these step of each."""
+        own = {
+            slot.name: (group, slot) for group in self.groups if isinstance(group.rule, Muon) for slot in group.slots
+        }
+        rule = next((group.rule for group, _ in own.values()), None)
+        aims = {name: rule.aim(slot) for name, (_, slot) in own.items()} if isinstance(rule, Muon) else {}
+        device = torch.device("cpu") if self.is_offloaded else matrices.mesh.device
+        dtype = next(
+            (torch.promote_types(master.dtype, torch.float32) for master in self.masters.values()), torch.float32
+        )
+        names = [name for name in matrices.names if name not in _EMBEDDINGS]
+        for name, whole in matrices.join(names, aims, device=device, dtype=dtype):
+            if name in own and isinstance(rule, Muon):
+                group, slot = own[name]
+                direction = matrices.cut(name, orthogonalise(whole))
+                rates = {"lr": lr * group.lr_factor, "decay": decay * group.decay_factor}
+                rule.move(slot, direction, max(whole.shape), **rates)
 
     def list_states(self, name: str) -> dict[str, Tensor]:
         """What there is to save of one weight, by kind: states, and the master where the weight does not hold it."""

@@ -22,6 +22,7 @@ class Slot:
     master: Tensor
     grad: Tensor
     state: dict[str, Tensor]
+    name: str = ""
 
 
 class Rule(Protocol):
@@ -156,11 +157,20 @@ class Muon:
     def update(self, slots: Sequence[Slot], *, lr: float, decay: float) -> None:
         """Weight by weight."""
         for slot in slots:
-            w, g = _widen(slot.master), _widen(slot.grad)
-            m = _widen(slot.state["momentum"]) * self.momentum + g
-            slot.state["momentum"].copy_(m)
-            size = lr * 0.2 * max(w.shape) ** 0.5
-            slot.master.copy_(w * (1 - lr * decay) - size * orthogonalise(g + self.momentum * m))
+            aim = self.aim(slot)
+            self.move(slot, orthogonalise(aim), max(aim.shape), lr=lr, decay=decay)
+
+    def aim(self, slot: Slot) -> Tensor:
+        """The direction g + momentum m, for all elements of a slot by themselves; moves the momentum."""
+        g = _widen(slot.grad)
+        m = _widen(slot.state["momentum"]) * self.momentum + g
+        slot.state["momentum"].copy_(m)
+        return g + self.momentum * m
+
+    def move(self, slot: Slot, direction: Tensor, width: int, *, lr: float, decay: float) -> None:
+        """Move a slot by its part of a direction made orthogonal; `width` is the longer side of the whole matrix."""
+        size = lr * 0.2 * width**0.5
+        slot.master.copy_(_widen(slot.master) * (1 - lr * decay) - size * direction)
 
 
 def orthogonalise(matrix: Tensor, *, num_rounds: int = 5) -> Tensor:

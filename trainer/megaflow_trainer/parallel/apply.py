@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ParallelConfig, PrecisionConfig, RecomputeConfig
-from megaflow_trainer.model.gpt import GPT
+from megaflow_trainer.config.shares import overlaps_products
+from megaflow_trainer.model.gpt import GPT, stack_labels
 from megaflow_trainer.parallel.collectives import copy_from_first
 from megaflow_trainer.parallel.context import cut_positions, share_context
 from megaflow_trainer.parallel.data import DataOptions, MainGradients
@@ -52,9 +53,9 @@ class ParallelModel:
     """Layers whose products are in fp8, if any are to be."""
 
     @property
-    def side_losses(self) -> dict[str, Tensor]:
-        """Losses of the last forward in training that are logged apart, by name, detached."""
-        losses: dict[str, Tensor] = getattr(self.module, "side_losses", {})
+    def side_losses(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Losses of the last forward in training that are logged apart, by name, and where there are any; `[b, s]`."""
+        losses: dict[str, tuple[Tensor, Tensor]] = getattr(self.module, "side_losses", {})
         return losses
 
     def take_own(self, x: Tensor) -> Tensor:
@@ -62,6 +63,15 @@ class ParallelModel:
         if self.positions is None:
             return x
         return x.index_select(1, self.positions.to(x.device, non_blocking=True))
+
+    def take_labels(self, labels: Tensor) -> Tensor:
+        """This rank's labels, as `GPT.forward` takes them: with those of later tokens if the model predicts them, since
+        other ranks may have these.
+        """
+        further = len(self.module.further) if isinstance(self.module, GPT) else 0
+        if self.positions is None or further == 0:
+            return self.take_own(labels)
+        return self.take_own(stack_labels(labels, further))
 
     def __call__(
         self,
@@ -134,7 +144,8 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
         fill: gives memory and values; called when it is known what this rank holds.
     """
     chunks = split_pipeline(model, mesh, plan.parallel) if mesh.pp_group is not None else []
-    parts = shard_tensor(model, mesh, is_sequence=plan.parallel.sequence_parallel)
+    overlaps = overlaps_products(plan.parallel)
+    parts = shard_tensor(model, mesh, is_sequence=plan.parallel.sequence_parallel, overlaps=overlaps)
     join_copies(model, mesh, parts, plan.parallel)
     shard_experts(model, mesh, parts, plan.parallel)
     share_context(model, mesh, plan.parallel.cp_kind)
@@ -147,11 +158,12 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
     compiler = Compiler(plan.tell) if plan.is_compiled else None
     if compiler is not None:
         compile_blocks(model, is_whole=mesh.tp_group is None and mesh.cp_group is None, compiler=compiler)
-    gradients = collect_gradients(model, mesh, parts, plan)
+    gradients = collect_gradients(model, mesh, parts, plan, chunks)
     if plan.accumulates and isinstance(gradients, MainGradients) and can_accumulate(gradients):
-        accumulate_in_products(model, gradients, compiler=compiler)
+        is_whole = mesh.tp_group is None and not chunks
+        accumulate_in_products(model, gradients, compiler=compiler if is_whole else None)
     saved = make_saved(model, plan.recompute, measure_every=plan.measure_every)
-    pipeline = make_pipeline(chunks, model, mesh, plan, gradients) if isinstance(gradients, MainGradients) else None
+    pipeline = make_pipeline(chunks, model, mesh, plan, gradients)
     positions = None
     if mesh.cp_group is not None:
         positions = cut_positions(plan.seq_len, mesh.layout.cp, mesh.cp_rank, plan.parallel.cp_kind)
@@ -161,12 +173,14 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
     return ParallelModel(model, gradients, parts, saved, positions, pipeline, load, fp8)
 
 
-def collect_gradients(model: GPT, mesh: Mesh, parts: ShardMap, plan: Plan) -> MainGradients | DividedGradients:
+def collect_gradients(
+    model: GPT, mesh: Mesh, parts: ShardMap, plan: Plan, chunks: Sequence[Chunk] = ()
+) -> MainGradients | DividedGradients:
     """Data parallelism as the plan asks for it."""
     own = plan.parallel
     if own.zero == 3 and mesh.shard_group is not None:
-        divide_weights(model, mesh, compute_dtype=plan.compute_dtype, grad_dtype=plan.grad_dtype)
-        return DividedGradients(model, mesh, parts, plan.compute_dtype)
+        divide_weights(model, mesh, compute_dtype=plan.compute_dtype, grad_dtype=plan.grad_dtype, chunks=chunks)
+        return DividedGradients(model, mesh, parts, plan.compute_dtype, num_roots=len(chunks) or 1)
     options = DataOptions(
         zero=min(own.zero, 2), bucket_size=own.bucket_size, overlaps=own.overlaps, dtype=plan.grad_dtype
     )
@@ -174,10 +188,11 @@ def collect_gradients(model: GPT, mesh: Mesh, parts: ShardMap, plan: Plan) -> Ma
 
 
 def make_pipeline(
-    chunks: Sequence[Chunk], model: GPT, mesh: Mesh, plan: Plan, gradients: MainGradients
+    chunks: Sequence[Chunk], model: GPT, mesh: Mesh, plan: Plan, gradients: MainGradients | DividedGradients
 ) -> Pipeline | None:
     """What runs the stages; None for a model in one piece."""
     if not chunks:
         return None
-    width, dtype = model.config.hidden_dim, next(model.parameters()).dtype
+    is_divided = isinstance(gradients, DividedGradients)  # then weights are wider than what travels
+    width, dtype = model.config.hidden_dim, plan.compute_dtype if is_divided else next(model.parameters()).dtype
     return Pipeline(chunks, mesh, plan.parallel, width=width, dtype=dtype, sweep=gradients.sweep)

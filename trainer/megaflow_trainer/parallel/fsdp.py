@@ -1,21 +1,21 @@
 """ZeRO 3: weights are divided too, by torch's FSDP2; optionally only inside each of several replicas.
 
-Every block is a unit, and what is left of the model another one. A unit's weights lie divided along their first dim;
-they are all-gathered before the unit's forward and again before its backward, the next unit's while this one computes,
-and its gradients are reduce-scattered as soon as its backward is done. With replicas, parts of gradients are then
-all-reduced among the ranks that have the same one.
+Every block is a unit, and what is left of the model, or of each of its pipeline chunks, another one. A unit's weights
+lie divided along their first dim; they are all-gathered before the unit's forward and again before its backward, the
+next unit's while this one computes, and its gradients are reduce-scattered as soon as its backward is done. With
+replicas, parts of gradients are then all-reduced among the ranks that have the same one.
 
 Weights are kept in fp32 and cast to the compute dtype when they are gathered, so that they are their own masters;
 gradients are reduced and accumulated in the main gradient's dtype, as sums: dividing by tokens is left to the step.
 
-Bytes a step, micro-batch and weight (n ranks): all-gather 2 (n-1)/n x the compute dtype's (once for the last unit,
-which is not gathered again), reduce-scatter (n-1)/n x 4, rows padded to a multiple of n. FSDP2 sends them by itself, so
-they are counted by this formula.
+Bytes a step, micro-batch and weight (n ranks): all-gather 2 (n-1)/n x the compute dtype's (without pipeline once for
+the last unit, which is not gathered again), reduce-scatter (n-1)/n x 4, rows padded to a multiple of n. FSDP2 sends
+them by itself, so they are counted by this formula.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,26 @@ from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.shards import GradientSum, Shard, ShardMap
 
 
-def divide_weights(model: GPT, mesh: Mesh, *, compute_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    """Divide the weights of a model among the shard ranks of `mesh`, of which there are several."""
+def divide_weights(
+    model: GPT,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    chunks: Sequence[nn.Module] = (),
+) -> None:
+    """Divide the weights of a model among the shard ranks of `mesh`, of which there are several.
+
+    What is called is the model, or its `chunks` on a rank of a pipeline. These have other micro-batches between forward
+    and backward of one, so that nothing of them stays gathered meanwhile.
+    """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=grad_dtype)
     as_it_is = MixedPrecisionPolicy(cast_forward_inputs=False)  # routers compute in fp32
     ranks = make_fsdp_mesh(mesh)
     units = [module for module in model.modules() if isinstance(module, Block)]
-    for unit in (*list_routers(model), *units, model):
-        fully_shard(unit, mesh=ranks, mp_policy=as_it_is if isinstance(unit, Router) else policy)
+    for unit in (*list_routers(model), *units, *(chunks or (model,))):
+        own = as_it_is if isinstance(unit, Router) else policy
+        fully_shard(unit, mesh=ranks, mp_policy=own, reshard_after_forward=True if chunks else None)
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
@@ -61,8 +73,10 @@ def make_fsdp_mesh(mesh: Mesh) -> DeviceMesh:
 class DividedGradients:
     """The gradients of a model whose weights are divided; the interface of `MainGradients`."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, parts: ShardMap, compute_dtype: torch.dtype) -> None:
-        self.mesh, self.parts, self.compute_dtype = mesh, parts, compute_dtype
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, parts: ShardMap, compute_dtype: torch.dtype, num_roots: int = 1
+    ) -> None:
+        self.mesh, self.parts, self.compute_dtype, self.num_roots = mesh, parts, compute_dtype, num_roots
         self.blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Block))
         self.parameters: list[MainParameter] = []
         self.rows: dict[str, range] = {}
@@ -95,15 +109,19 @@ class DividedGradients:
         """Count what FSDP2 will send in the step, which it does by itself: by formula, and without its waiting."""
         layout, traffic = self.mesh.layout, self.mesh.traffic
         size, item, grad_item = layout.dp_shard * layout.cp, self.compute_dtype.itemsize, self.dtype.itemsize
+        has_stages = layout.pp > 1
         own = sum(self.lengths.values())
-        again = sum(length for name, length in self.lengths.items() if name.startswith(self.blocks))
-        calls, sent = (len(self.blocks) + 1) * num_micro_batches, (size - 1) * num_micro_batches
-        gathers = calls + len(self.blocks) * num_micro_batches
+        again = sum(length for name, length in self.lengths.items() if has_stages or name.startswith(self.blocks))
+        calls, sent = (len(self.blocks) + self.num_roots) * num_micro_batches, (size - 1) * num_micro_batches
+        gathers = calls + (len(self.blocks) + has_stages * self.num_roots) * num_micro_batches
         traffic.count("dp", "all_gather", sent * (own + again) * item, calls=gathers, is_background=True)
         traffic.count("dp", "reduce_scatter", sent * own * grad_item, calls=calls, is_background=True)
         if layout.dp_replicate > 1:
             share = 2 * (layout.dp_replicate - 1) / layout.dp_replicate * num_micro_batches
             traffic.count("dp", "all_reduce", share * own * grad_item, calls=calls, is_background=True)
+
+    def sweep(self) -> None:
+        """Nothing: FSDP2 takes every gradient in by itself."""
 
     def reduce(self) -> None:
         """Add terms of gradients on other ranks; sums over samples are complete after backward."""

@@ -3,9 +3,8 @@
 Compiled: each block by itself, with static shapes, so that all blocks share one compilation; whole, or where ranks
 share layers or sequences the parts between their collectives; of a block with experts, whose sizes change from step to
 step, attention, the activation function and what moves rows. Accumulated: `ops/linear.py` and `ops/accumulate.py`, for
-the linear layers of the blocks, experts multiplied one by one and the output projection, where the main gradients are
-wider than the weights, or of 16 bits, and their buffer is whole (ZeRO 0 and 1, no pipeline, layers not shared by
-ranks).
+the linear layers of the blocks, experts multiplied one by one, and the output projection of a rank that has all of the
+model, where the main gradients are wider than the weights, or of 16 bits, and their buffer is whole (ZeRO 0 and 1).
 """
 
 from __future__ import annotations
@@ -83,7 +82,9 @@ def can_accumulate(gradients: MainGradients) -> bool:
 
 
 def accumulate_in_products(model: GPT, gradients: MainGradients, *, compiler: Compiler | None) -> None:
-    """Let linear layers of blocks add to the main gradients, and in a compiled model the output projection too."""
+    """Let linear layers of blocks add to the main gradients; the output projection too if there is a compiler, which is
+    for a model that this rank has as a whole.
+    """
     slots: dict[Tensor, tuple[Bucket, Slot]] = {
         slot.weight: (bucket, slot) for bucket in gradients.buckets for slot in bucket.slots
     }

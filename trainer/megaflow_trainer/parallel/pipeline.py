@@ -21,9 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import P2POp, get_rank
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -39,7 +37,7 @@ from megaflow_trainer.parallel.busy import Busy, StepSpans
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.saved import SavedActivations, keep_saved
 from megaflow_trainer.parallel.shards import GradientSum, Piece, Shard, ShardMap
-from megaflow_trainer.parallel.traffic import Traffic
+from megaflow_trainer.parallel.stage import Stage
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
     "gpipe": ScheduleGPipe,
@@ -53,8 +51,8 @@ _SINGLE = ("gpipe", "1f1b")
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What a micro-batch is to a pipeline: tokens and labels `[b, s]`, weights of the losses, keys of the dropout,
-    documents of the tokens.
+    """What a micro-batch is to a pipeline: tokens `[b, s]`, labels as `GPT.forward` takes them, weights of the losses,
+    keys of the dropout, documents of the tokens.
     """
 
     tokens: Tensor
@@ -84,6 +82,11 @@ class Chunk(nn.Module):
         """What is done with what forward keeps for backward."""
         self._model = [model]  # in a list: its parameters are not all this chunk's
 
+    @property
+    def side_losses(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """What the last forward in training left to be logged apart."""
+        return self._model[0].side_losses
+
     def forward(
         self,
         x: Tensor,
@@ -105,61 +108,6 @@ class Chunk(nn.Module):
         for block in self.blocks:
             x = block(x, context)
         return model.compute_loss(x, labels, context) if self.is_last else x
-
-
-class Stage(PipelineStage):
-    """A stage that measures how long it computes, and hands gradients on as soon as they are there."""
-
-    def __init__(
-        self, chunk: Chunk, *, sweep: Callable[[], None], busy: Busy, traffic: Traffic, **options: Any
-    ) -> None:
-        super().__init__(chunk, chunk.number, **options)
-        self.sweep, self.busy, self.traffic = sweep, busy, traffic
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
-        """Activations to the next stage."""
-        return self._count(super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
-        """Gradients to the stage before."""
-        return self._count(super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _count(self, ops: list[P2POp]) -> list[P2POp]:
-        for op in ops:
-            size = op.tensor.numel() * op.tensor.element_size()
-            self.traffic.count("pp", "send", size, is_background=True)
-        return ops
-
-    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
-        """First messages to the neighbours, for the backend's sake; in a V a neighbour may be this very rank, to which
-        gloo cannot send.
-        """
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != get_rank()]
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of a micro-batch."""
-        with self.busy.measure():
-            return super().forward_one_chunk(*args, **kwargs)
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """Backward of a micro-batch, or its part for the stage before."""
-        with self.busy.measure():
-            super().backward_one_chunk(*args, **kwargs)
-
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """The part of backward that gives weights' gradients, for which autograd runs no hooks."""
-        with self.busy.measure():
-            super().backward_weight_one_chunk(*args, **kwargs)
-            self.sweep()
-
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        """What goes back to the chunk before on this rank: nothing in evaluation, where torch asks for it too."""
-        return super().get_local_bwd_output(mb_index) if self.has_backward else None
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Takes what comes back from the chunk behind on this rank."""
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 def split_pipeline(model: GPT, mesh: Mesh, parallel: ParallelConfig) -> list[Chunk]:
@@ -225,6 +173,9 @@ class Pipeline:
         self.lift = 1.0
         self.sample_losses: list[Tensor] = []
         """Of each sample of the last step the sum of its losses and the predictions, `[2, b]` a micro-batch."""
+        self.side_losses: list[tuple[dict[str, tuple[Tensor, Tensor]], Tensor]] = []
+        """Of each micro-batch of the last step in training what is logged apart, as the model leaves it, and how much
+        each token counts, `[b, s]`."""
         self.schedules: dict[tuple[int, bool], Any] = {}
 
     @property
@@ -249,7 +200,7 @@ class Pipeline:
             Sum of the losses, float64 scalar; 0 on ranks that compute none.
         """
         schedule = self._find_schedule(len(batches), batches[0].tokens.shape, is_training=is_training)
-        self.lift, self.sample_losses = lift, []
+        self.lift, self.sample_losses, self.side_losses = lift, [], []
         options: dict[str, Any] = {"labels": torch.cat([batch.labels for batch in batches])}
         if any(batch.mask is not None for batch in batches):
             options["weights"] = torch.cat([_weigh(batch) for batch in batches])
@@ -290,6 +241,7 @@ class Pipeline:
         losses = torch.empty(tuple(shape), dtype=torch.promote_types(self.dtype, torch.float32), device="meta")
         return Stage(
             chunk,
+            chunk.number,
             sweep=self.sweep,
             busy=self.busy,
             traffic=self.mesh.traffic,
@@ -303,6 +255,7 @@ class Pipeline:
     def _sum_losses(self, losses: Tensor, weights: Tensor) -> Tensor:
         masked = losses * weights
         self.sample_losses.append(torch.stack([masked.detach().sum(dim=1), weights.sum(dim=1)]))
+        self.side_losses.append((self.chunks[-1].side_losses, weights))
         total = masked.sum()
         return total if self.lift == 1 else total * self.lift
 

@@ -9,7 +9,8 @@ Communication. Between the pairs activations are the same on every rank. Enterin
 all-reduce backward; leaving it one all-reduce forward and nothing backward: 2 all-reduces of [b, s, h] a block and
 direction. With sequence parallelism tokens are divided between the pairs, where norms, dropouts and residual sums work
 token by token: entering is an all-gather (backward a reduce-scatter), leaving a reduce-scatter (backward an
-all-gather). The same bytes travel, and a rank keeps 1/tp of those activations.
+all-gather). The same bytes travel, and a rank keeps 1/tp of those activations. What backward sends at an entry travels
+beside products, and tokens are gathered again there under sequence parallelism (`overlap.py`).
 
 Gradients. A weight that is cut has its own gradient. A weight that is copied has the whole gradient on every rank, with
 two exceptions whose terms are added after backward (`sums`): weights that are used by some of the heads only (norms of
@@ -23,7 +24,7 @@ Legend: b micro-batch, s sequence, h hidden, tp ranks of the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -42,6 +43,7 @@ from megaflow_trainer.model.mlp import Mlp
 from megaflow_trainer.ops.linear import Linear
 from megaflow_trainer.parallel.collectives import copy_into, gather_tokens, scatter_sums, sum_from
 from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.parallel.overlap import Entrance
 from megaflow_trainer.parallel.shards import GradientSum, Piece, Shard, ShardMap, run, whole
 from megaflow_trainer.parallel.traffic import Meter
 from megaflow_trainer.parallel.vocabulary import VocabularyLoss
@@ -58,6 +60,8 @@ class TensorRanks:
     config: ModelConfig
     kv_group: dist.ProcessGroup | None
     meter: Meter | None = None
+    overlaps: bool = False
+    """Whether entries of pairs travel beside products in backward."""
     shards: dict[str, Shard] = field(default_factory=dict)
     sums: dict[str, tuple[GradientSum, ...]] = field(default_factory=dict)
 
@@ -87,15 +91,23 @@ class TensorRanks:
 Style = Callable[[nn.Module, str, TensorRanks], None]
 
 
-def shard_tensor(model: GPT, mesh: Mesh, *, is_sequence: bool) -> ShardMap:
+def shard_tensor(model: GPT, mesh: Mesh, *, is_sequence: bool, overlaps: bool = True) -> ShardMap:
     """Cut a model, whose weights need have no memory yet, into this rank's part, and let its ranks work together.
 
-    Only parts of the plan that the model has are touched (a pipeline stage has some of them).
+    Only parts of the plan that the model has are touched (a pipeline stage has some of them). `overlaps` lets
+    collectives travel beside products (`overlap.py`); not where backward is taken apart.
     """
     if mesh.tp_group is None:
         return ShardMap.of(model)
     ranks = TensorRanks(
-        mesh.tp_group, mesh.tp_rank, mesh.tp_size, is_sequence, model.config, mesh.kv_group, mesh.meter("tp")
+        mesh.tp_group,
+        mesh.tp_rank,
+        mesh.tp_size,
+        is_sequence,
+        model.config,
+        mesh.kv_group,
+        mesh.meter("tp"),
+        overlaps=overlaps,
     )
     for name, module in model.named_modules():
         for pattern, style in PLAN:
@@ -130,30 +142,37 @@ def set_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     module.forward = forward
 
 
-def enter_before(module: nn.Module, name: str, ranks: TensorRanks) -> None:
-    """The module's input comes from between the pairs."""
-    forward = module.forward
-    set_forward(module, lambda x, *rest: forward(ranks.enter(x), *rest))
+def enter_before(module: nn.Module, ranks: TensorRanks, layers: Sequence[nn.Module | None]) -> None:
+    """The module's input, which its linear `layers` read, comes from between the pairs."""
+    if not ranks.overlaps:
+        forward = module.forward
+        set_forward(module, lambda x, *rest: forward(ranks.enter(x), *rest))
+        return
+    own = [layer for layer in layers if isinstance(layer, Linear)]
+    entrance = Entrance(own, ranks.group, is_sequence=ranks.is_sequence, meter=ranks.meter)
+    for number, layer in enumerate(own):
+        set_forward(layer, partial(entrance.multiply, number))
+    set_forward(module, entrance.wrap(module.forward))
 
 
 def enter_before_plain(module: nn.Module, name: str, ranks: TensorRanks) -> None:
     """Attention with a projection straight to all heads is entered before it; latent attention further inside."""
     if isinstance(module, Attention):
-        enter_before(module, name, ranks)
+        enter_before(module, ranks, [module.qkv])
     elif isinstance(module, LatentAttention):
         module.num_heads //= ranks.size
         if module.q_down is None:
-            enter_before(module.q_up, f"{name}.q_up", ranks)
+            enter_before(module.q_up, ranks, [module.q_up])
 
 
 def enter_before_mlp(module: nn.Module, name: str, ranks: TensorRanks) -> None:
     """A dense MLP, or the part of a layer with experts that all tokens pass; experts themselves lie elsewhere."""
     if isinstance(module, Mlp):
-        enter_before(module, name, ranks)
+        enter_before(module, ranks, [module.gate, module.up])
 
 
 def enter_behind(module: nn.Module, name: str, ranks: TensorRanks) -> None:
-    """The module works between the pairs, and its output goes into one."""
+    """The layer works between the pairs, and its output goes into one."""
     forward = module.forward
     set_forward(module, lambda x: ranks.enter(forward(x)))
 

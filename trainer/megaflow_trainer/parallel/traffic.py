@@ -137,3 +137,8 @@ def sending(
 ) -> AbstractContextManager[None]:
     """As `Meter.send`, nothing without a meter."""
     return nullcontext() if meter is None else meter.send(kind, tensor, group, is_background=is_background)
+
+
+def waiting(meter: Meter | None, kind: str) -> AbstractContextManager[None]:
+    """As `Meter.wait`, nothing without a meter."""
+    return nullcontext() if meter is None else meter.wait(kind)

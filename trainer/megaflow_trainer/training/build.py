@@ -26,6 +26,7 @@ from megaflow_trainer.optim.schedule import Planner, build_planner
 from megaflow_trainer.parallel.apply import ParallelModel, Plan, parallelize
 from megaflow_trainer.parallel.collectives import do_on_first
 from megaflow_trainer.parallel.load import list_biases
+from megaflow_trainer.parallel.matrices import Matrices
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.shards import ShardMap
 from megaflow_trainer.training.clock import Clock
@@ -147,19 +148,22 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
 
 
 def _can_accumulate(config: TrainConfig, mesh: Mesh) -> bool:
-    """Whether products add to main gradients: on GPUs, where layers are neither shared nor divided into stages."""
+    """Whether products add to main gradients: on GPUs, where backward goes through each of them once."""
     own, recompute = config.parallel, config.recompute
     is_chained = recompute.method == "uniform" and (recompute.num_layers or 1) > 1
-    is_plain = own.tp == own.pp == own.cp == own.ep == 1 and not is_chained
-    return config.step.accumulates_in_products and mesh.device.type == "cuda" and is_plain
+    is_apart = own.pp > 1 and own.schedule in ("zero_bubble", "zbv")
+    return config.step.accumulates_in_products and mesh.device.type == "cuda" and not is_chained and not is_apart
 
 
 def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:
     """The optimizer over what the mesh left to this rank."""
     base = config.model.mup_base_dim
     ratio = 1.0 if base is None or config.optim.kind != "adamw" else base / config.model.hidden_dim
-    parameters = model.gradients.parameters
-    return Optimizer(parameters, config.optim, mup_ratio=ratio, scaler=build_scaler(config.step))
+    parameters, own = model.gradients.parameters, config.parallel
+    matrices = None
+    if config.optim.kind == "muon" and (own.tp > 1 or own.zero > 0):
+        matrices = Matrices(parameters, model.parts, model.gradients.mesh, is_divided=own.zero > 0)
+    return Optimizer(parameters, config.optim, mup_ratio=ratio, scaler=build_scaler(config.step), matrices=matrices)
 
 
 def start_from(folder: Path, model: GPT, parts: ShardMap, config: TrainConfig, mesh: Mesh) -> None:

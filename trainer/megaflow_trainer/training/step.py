@@ -75,7 +75,7 @@ def train_step(
         model.gradients.start(plan.num_micro_batches)
         totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # sum of losses, tokens that count
     report = StepReport(totals[0], totals[0], plan)
-    lift, sides = _choose_lift(optimizer, config), SideLosses(mesh)
+    lift, sides = _choose_lift(optimizer, config), SideLosses(mesh, config.model.num_mtp_layers)
     if model.load is not None:
         model.load.start(lift)
     if model.pipeline is not None:
@@ -84,6 +84,8 @@ def train_step(
         with clock.phase(BACKWARD):  # forward too: stages do both in turn
             add_pipeline(totals, model.pipeline, batches, keys, lift=lift, report=report)
         report.spans = model.pipeline.spans
+        for found, counted in model.pipeline.side_losses:
+            sides.add(found, counted)
         feed.prepare()
     for number in range(0 if model.pipeline is not None else plan.num_micro_batches):
         batch = take_own(model, feed.next())
@@ -91,7 +93,7 @@ def train_step(
             loss_sum, by_sample = sum_losses(model, batch, _number_samples(plan, number, mesh, config), lift)
             totals[0].add_(loss_sum.detach())
             totals[1].add_(batch.num_tokens)  # a scalar: a tensor made of it would wait for the device
-            sides.add(model, batch)
+            sides.add(model.side_losses, batch.mask)
             report.sample_ids += batch.sample_ids
             report.sample_losses.append(by_sample)
         with clock.phase(BACKWARD):
@@ -154,7 +156,7 @@ def sum_losses(
     """Sum of the token losses that count in a micro-batch of this rank, float32 scalar, and of each sample the sum and
     the number of predictions, `[2, b]`, which takes no part in backward. Backward must be of the sum times `lift`.
     """
-    mask = torch.ones(batch.labels.shape, device=batch.labels.device) if batch.mask is None else batch.mask
+    mask = torch.ones(batch.tokens.shape, device=batch.tokens.device) if batch.mask is None else batch.mask
     weights = mask if lift == 1 else mask * lift
     losses = model(batch.tokens, batch.labels, keys, weights, batch.documents, batch.mask)  # [b, s]
     masked = losses if batch.mask is None else losses * mask
@@ -167,7 +169,7 @@ def take_own(model: ParallelModel, batch: DeviceBatch) -> DeviceBatch:
         return batch
     return DeviceBatch(
         model.take_own(batch.tokens),
-        model.take_own(batch.labels),
+        model.take_labels(batch.labels),
         None if batch.mask is None else model.take_own(batch.mask),
         batch.num_tokens * len(model.positions) / batch.tokens.shape[1],
         batch.sample_ids,
