@@ -87,6 +87,7 @@ class Batch:
     labels: np.ndarray
     sample_ids: np.ndarray
     loss_mask: np.ndarray | None = None
+    queue_depth: int = 1
 
 
 class ListLoader:
