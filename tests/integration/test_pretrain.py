@@ -257,23 +257,29 @@ def test_ctrl_c_is_one_sentence(prefix: str, tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for the ranks in /proc")
-@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"])
-def test_when_one_rank_dies_all_end_soon_and_not_with_success(prefix: str, tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("lost", "layout"),
+    [(0, ""), (1, ""), (1, "--tensor-model-parallel-size 2"), (1, "--pipeline-model-parallel-size 2")],
+)
+def test_when_one_rank_dies_all_end_soon_and_not_with_success(
+    prefix: str, tmp_path: Path, lost: int, layout: str
+) -> None:
     flags = [*TINY, *LENGTH[2:], "--data-path", prefix, "--train-iters", "100000", "--run-dir", str(tmp_path)]
     process = start(TORCHRUN, [*flags, *layout.split()])
     wait_for_line(process, "iteration 5/")
     ranks = find_children(process.pid)
     assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
+    os.kill(ranks[lost], signal.SIGKILL)
     began = time.monotonic()
-    while is_running(ranks[0]) and time.monotonic() < began + 30:
+    while is_running(ranks[1 - lost]) and time.monotonic() < began + 30:
         time.sleep(0.05)
-    assert not is_running(ranks[0]), "the rank that is left must end by itself, before the launcher ends it"
-    process.communicate(timeout=WAIT_S)
+    assert not is_running(ranks[1 - lost]), "the rank that is left must end by itself, before the launcher ends it"
+    _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode != 0
-    assert not is_running(ranks[1])
+    assert not is_running(ranks[lost])
+    assert any(f": rank {lost} died; " in line for line in list_errors(err))
     end = json.loads((tmp_path / "run.json").read_text())["starts"][-1]["end"]
-    assert (end["exit_code"], end["reason"]) == (78, "rank 1 died")
+    assert (end["exit_code"], end["reason"]) == (78, f"rank {lost} died")
     assert end["iteration"] >= 5
 
 

@@ -19,6 +19,7 @@ from megaflow_trainer.training.meeting import meet
 from megaflow_trainer.training.oom import ShortageError
 from megaflow_trainer.training.peers import PeerWatch
 from megaflow_trainer.training.run import describe_restart, train
+from megaflow_trainer.training.stop import hold_signals
 
 _CODES: tuple[tuple[type[MegaflowError], int], ...] = ((ShortageError, OUT_OF_MEMORY), (DivergedError, DIVERGED))
 
@@ -32,6 +33,13 @@ def launch(config: TrainConfig, notes: Sequence[str], *, rank: int, world_size: 
         FaultBoard(rank, None).report(f"the ranks did not meet: {str(error).splitlines()[0]}; start them by torchrun")
         return FAULT
     ending = Ending()
+    with hold_signals(lambda: ending.has_begun):
+        return _run(config, notes, own, store, ending)
+
+
+def _run(config: TrainConfig, notes: Sequence[str], own: Launch, store: dist.Store | None, ending: Ending) -> int:
+    """Train, and say and write down how it ended; returns the exit code."""
+    rank, world_size = own.rank, own.world_size
 
     def record(code: int, reason: str | None = None) -> int:
         """Write the exit code down, if this rank has written its start."""

@@ -40,6 +40,8 @@ class Ending:
     iteration: int = 0
     exit_code: int | None = None
     reason: str = "it did not say: killed, or still running"
+    has_begun: bool = False
+    """Whether training has begun."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

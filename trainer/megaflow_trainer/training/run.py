@@ -75,6 +75,7 @@ def loop(run: Run, saver: Saver | None, ending: Ending, deadline_s: float | None
         Profiler(config, mesh, clock) as profiler,
         Watchdog(clock, run.folder, mesh.rank, hang_s=config.guard.hang_s, ending=ending),
     ):
+        ending.has_begun = True
         clock.restart()
         for step in range(run.start.step + 1, config.last_step + 1):
             clock.step = step

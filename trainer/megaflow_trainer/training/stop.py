@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 import torch
@@ -16,6 +18,27 @@ from megaflow_trainer.parallel.mesh import Mesh
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to stop; Slurm sends the second ahead of its time limit if told to."""
+
+
+@contextmanager
+def hold_signals(has_begun: Callable[[], bool]) -> Iterator[None]:
+    """Signals end the process, as they do by themselves, until training has begun; behind the loop they do nothing.
+
+    A rank that leaves has still to say and to write down why, and a launcher asks all to end as soon as one is gone.
+    """
+
+    def answer(number: int, frame: FrameType | None) -> None:
+        if not has_begun():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, answer) for number in SIGNALS} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Stop(enum.IntEnum):
