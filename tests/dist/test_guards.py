@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.layouts import find_mesh
 from helpers.pairs import write_pair
 from helpers.ranks import RankPool
-from helpers.runs import read_curve, read_metrics, run_tiny
+from helpers.runs import TINY, read_curve, read_metrics, run_tiny
 from megaflow import GPTDataset, IndexedDataset
 from megaflow.errors import MegaflowError
+from megaflow_trainer.config import read_command
+from megaflow_trainer.config.layout import make_layout
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training import step as step_module
 
@@ -109,6 +112,55 @@ def test_a_skipped_step_leaves_the_weights_as_they_were_and_the_schedule_goes_on
     (event,) = read_metrics(spoilt, "event")
     assert event["kind"] == "gradient"
     assert len(event["samples"]) == 8
+
+
+def poison_gradient(pool_mesh: Mesh, prefix: str, flags: list[str]) -> int | str:
+    """Train on a layout; in the third step one element of the gradient that rank 1 alone holds is no number."""
+    config, _ = read_command([*TINY, "--data-path", prefix, *flags], world_size=2)
+    mesh = find_mesh(pool_mesh, make_layout(config.parallel, world_size=2, num_kv_heads=config.model.kv_heads))
+    keep, counts = step_module._move, [0]
+
+    def spoil(model: Any, optimizer: Any, report: Any, config: Any, *, num_tokens: Any) -> Any:
+        counts[0] += 1
+        if counts[0] == BAD_STEP:
+            if mesh.rank == BAD_RANK:
+                own = [main.main_grad for main in model.gradients.parameters if main.name.endswith("mlp.up.weight")]
+                own[0].view(-1)[0] = torch.nan
+            report.grad_norm = model.gradients.norm() / num_tokens
+        return keep(model, optimizer, report, config, num_tokens=num_tokens)
+
+    step_module._move = spoil
+    try:
+        return run_tiny(prefix, flags, mesh)
+    except MegaflowError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        step_module._move = keep
+
+
+DIVIDED = {
+    "tp": ["--tensor-model-parallel-size", "2"],
+    "pp": ["--pipeline-model-parallel-size", "2"],
+    "zero 1": ["--zero-stage", "1"],
+    "zero 2": ["--zero-stage", "2"],
+    "zero 3": ["--zero-stage", "3"],
+}
+
+
+@pytest.mark.parametrize("layout", DIVIDED)
+def test_a_bad_gradient_that_one_rank_alone_holds_is_skipped_by_all(
+    two_ranks: RankPool, tmp_path: Path, layout: str
+) -> None:
+    prefix = write_data(tmp_path)
+    flags = [*LENGTH, *DIVIDED[layout], "--run-dir", str(tmp_path / "run")]
+    assert two_ranks.run(poison_gradient, prefix, flags) == [0, 0]
+    lines = read_metrics(tmp_path / "run")
+    assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 0, 0, 0]
+    norms = [line["param_norm"] for line in lines]
+    assert norms[2] == norms[1] != norms[3]  # of the parts of both ranks
+    (event,) = read_metrics(tmp_path / "run", "event")
+    assert (event["kind"], event["iteration"]) == ("gradient", BAD_STEP)
+    assert sorted(item["sample"] for item in event["samples"]) == list(range(16, 24))
 
 
 def test_too_many_bad_steps_in_a_row_end_all_ranks_alike(two_ranks: RankPool, tmp_path: Path) -> None:
