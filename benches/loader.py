@@ -70,6 +70,7 @@ def measure(options: argparse.Namespace, prefix: Path) -> dict[str, list[dict[st
                 absent.add(name)
             else:
                 runs.setdefault(name, []).append(answer)
+                print(f"{name}: {answer['samples'] / answer['cpu_s']:,.0f} samples/CPU s", flush=True)
     return runs
 
 

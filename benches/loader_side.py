@@ -179,6 +179,7 @@ SIDES: dict[str, Callable[[Pair], Iterator[Any]]] = {
     "megaflow int64, no thread": ours("megatron", "int64", 0),
     "megaflow int64, 1 thread": ours("megatron", "int64", 1),
     "megaflow int64, 2 threads": ours("megatron", "int64", 2),
+    "megaflow int64, 4 threads": ours("megatron", "int64", 4),
     "megaflow int64, instant order": ours("instant", "int64", 0),
     "megaflow uint16, no thread": ours("megatron", "uint16", 0),
     "megaflow uint16, instant order": ours("instant", "uint16", 0),

@@ -312,9 +312,11 @@ class Loader:
         if self._prefetcher is not None:
             if os.getpid() != self._process:
                 raise ForkError(f"the loader was made in process {self._process}; close it there")
-            self._at_close = (self.state_dict(), self.stats())
-            self._prefetcher = None
-            self._opened = None
+            try:
+                self._at_close = (self.state_dict(), self.stats())
+            finally:  # the threads end, whatever became of the files
+                self._prefetcher = None
+                self._opened = None
 
     def __enter__(self) -> Loader:
         return self

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use megaflow_core::TokenDtype;
@@ -38,6 +39,7 @@ pub struct IndexedDataset {
     /// Set for good once a page of either file was missing: it holds zeros now.
     is_damaged: AtomicBool,
     watched_reads: AtomicU32,
+    content_key: OnceLock<String>,
 }
 
 /// Reads between two looks at the files' sizes. The rest of the last page of a file that was cut short reads as zeros, and
@@ -66,7 +68,7 @@ impl IndexedDataset {
         let layout = Layout::parse(&path, index.bytes(), options.with_modes)?;
         let data = FileMap::open(&data_path(&prefix))?;
         let (is_damaged, watched_reads) = (AtomicBool::new(false), AtomicU32::new(0));
-        let dataset = Self { prefix, layout, index, data, is_damaged, watched_reads };
+        let dataset = Self { prefix, layout, index, data, is_damaged, watched_reads, content_key: OnceLock::new() };
         dataset.check_boundaries()?;
         dataset.check_data_size()?;
         Ok(dataset)
@@ -347,16 +349,36 @@ impl IndexedDataset {
 
     /// A key of the content that survives copying and renaming: SHA-256 over both sizes and 16 evenly spaced blocks of
     /// 4 KiB of each file, the first and last included. It takes the same time at any size, so a change between the
-    /// blocks that leaves the sizes as they are goes unseen.
-    pub fn content_key(&self) -> String {
+    /// blocks that leaves the sizes as they are goes unseen. It is made once.
+    ///
+    /// # Errors
+    /// [`IndexError::Shrunk`], if it was not made before a file was cut short.
+    pub fn content_key(&self) -> Result<&str, IndexError> {
+        if let Some(key) = self.content_key.get() {
+            return Ok(key);
+        }
+        let key = self.watched(|| self.hash_blocks())?;
+        Ok(self.content_key.get_or_init(|| key))
+    }
+
+    fn hash_blocks(&self) -> String {
+        let files = [&self.index, &self.data];
+        let blocks = files.map(|file| {
+            let len = file.bytes().len();
+            let last_start = len.saturating_sub(KEY_BLOCK_BYTES) as u128;
+            (0..KEY_BLOCKS as u128).map(move |block| {
+                let start = (last_start * block / (KEY_BLOCKS as u128 - 1)) as usize;
+                start..len.min(start + KEY_BLOCK_BYTES)
+            })
+        });
+        // All at once: a fault alone would wait for each, and fetch megabytes around it.
+        for (file, blocks) in files.iter().zip(blocks.clone()) {
+            blocks.for_each(|block| file.fetch(block.start, block.len()));
+        }
         let mut hasher = Sha256::new();
-        for bytes in [self.index.bytes(), self.data.bytes()] {
-            hasher.update((bytes.len() as u64).to_le_bytes());
-            for block in 0..KEY_BLOCKS {
-                let last_start = bytes.len().saturating_sub(KEY_BLOCK_BYTES) as u128;
-                let start = (last_start * block as u128 / (KEY_BLOCKS as u128 - 1)) as usize;
-                hasher.update(&bytes[start..bytes.len().min(start + KEY_BLOCK_BYTES)]);
-            }
+        for (file, blocks) in files.iter().zip(blocks) {
+            hasher.update((file.bytes().len() as u64).to_le_bytes());
+            blocks.for_each(|block| hasher.update(&file.bytes()[block]));
         }
         hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
     }

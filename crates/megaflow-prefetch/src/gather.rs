@@ -14,6 +14,9 @@ use crate::prefetcher::Batch;
 use crate::queue::Shared;
 use crate::usage::DiskUse;
 
+/// Batches without a read from the disk after which the page cache is taken to hold the rest too. Every source begins so.
+pub(crate) const COLD_BATCHES: u32 = 64;
+
 /// Why a batch will never be there.
 #[derive(Clone)]
 pub(crate) enum Fault {
@@ -78,10 +81,7 @@ impl Shared {
         match read {
             Ok(Ok(rows)) => {
                 let disk = DiskUse::of_thread().since(disk_before);
-                let is_cold = disk.misses > 0;
-                if is_cold != self.is_cold.load(Ordering::Relaxed) {
-                    self.is_cold.store(is_cold, Ordering::Relaxed);
-                }
+                self.note_disk(disk);
                 Ok(Gathered { tokens, gather: started.elapsed(), request_to_ready: Duration::ZERO, disk, rows })
             }
             Ok(Err(fault)) => {
@@ -89,6 +89,20 @@ impl Shared {
                 Err(fault)
             }
             Err(panic) => Err(PrefetchError::Panicked { batch, message: panic_message(&*panic) }.into()),
+        }
+    }
+
+    /// Whether the page cache lacked something lately, so that it pays to ask for pages before they are read.
+    pub(crate) fn is_cold(&self) -> bool {
+        self.cold_batches.load(Ordering::Relaxed) > 0
+    }
+
+    /// Once pages are asked for in time, reading them meets no fault: what was fetched says that the cache is cold still.
+    pub(crate) fn note_disk(&self, disk: DiskUse) {
+        if disk.misses > 0 || disk.bytes > 0 {
+            self.cold_batches.store(COLD_BATCHES, Ordering::Relaxed);
+        } else if self.is_cold() {
+            let _ = self.cold_batches.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
         }
     }
 
@@ -101,7 +115,8 @@ impl Shared {
                 return Err(GatherFault::Fault(Fault::End));
             }
         }
-        if self.is_cold.load(Ordering::Relaxed) {
+        if self.is_cold() {
+            // Whole samples at once: a fault alone fetches one page at a time, and with it a great deal around that page.
             let ahead = (batch + self.depth).min(self.num_batches().saturating_sub(1));
             self.plan.samples(batch).chain(self.plan.samples(ahead)).for_each(|sample| self.source.read_ahead(sample));
         }

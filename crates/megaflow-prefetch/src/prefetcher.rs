@@ -1,6 +1,6 @@
 //! The threads that gather batches ahead, and the consumer's end of the queue.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use megaflow_core::{SampleSource, TokenDtype};
 
 use crate::error::PrefetchError;
-use crate::gather::{Fault, GatherFault, Gathered};
+use crate::gather::{COLD_BATCHES, Fault, GatherFault, Gathered};
 use crate::plan::{BatchPlan, PlanConfig};
 use crate::pool::{BatchTokens, BufferPool};
 use crate::queue::{Queue, Shared};
@@ -119,7 +119,7 @@ impl Prefetcher {
             with_starts: options.with_starts,
             quick_workers: std::thread::available_parallelism().map_or(1, |cores| cores.get().saturating_sub(1)).max(1),
             is_stopped: AtomicBool::new(false),
-            is_cold: AtomicBool::new(false),
+            cold_batches: AtomicU32::new(COLD_BATCHES),
             end: AtomicU64::new(u64::MAX),
             queue: Mutex::new(Queue::new(depth, Instant::now())),
             ready: Condvar::new(),

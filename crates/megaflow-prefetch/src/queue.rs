@@ -1,7 +1,7 @@
 //! The places of batches between the threads that gather and the consumer.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -33,8 +33,8 @@ pub(crate) struct Shared {
     /// Workers that are awake at most while batches are quick to gather.
     pub(crate) quick_workers: usize,
     pub(crate) is_stopped: AtomicBool,
-    /// Whether the page cache lacked something lately, so that it pays to ask for pages before they are read.
-    pub(crate) is_cold: AtomicBool,
+    /// Batches for which the page cache is taken to be cold.
+    pub(crate) cold_batches: AtomicU32,
     /// Batches that there are, once a source without a known end has told.
     pub(crate) end: AtomicU64,
     pub(crate) queue: Mutex<Queue>,
@@ -135,7 +135,7 @@ impl Shared {
 
     /// Whether gathering a batch is work alone, with no waiting in it.
     fn is_quick(&self, queue: &Queue) -> bool {
-        !self.is_cold.load(Ordering::Relaxed) && queue.gather_time().is_some_and(|took| took < QUICK)
+        !self.is_cold() && queue.gather_time().is_some_and(|took| took < QUICK)
     }
 
     /// Claims the next batch, gathers it without the lock, and puts it into its place.
@@ -247,7 +247,9 @@ mod tests {
     use megaflow_core::{SampleError, TokenDtype};
 
     use super::*;
+    use crate::gather::COLD_BATCHES;
     use crate::plan::PlanConfig;
+    use crate::usage::DiskUse;
 
     struct Zeros;
 
@@ -281,7 +283,7 @@ mod tests {
             with_starts: false,
             quick_workers: 2,
             is_stopped: AtomicBool::new(false),
-            is_cold: AtomicBool::new(false),
+            cold_batches: AtomicU32::new(0),
             end: AtomicU64::new(u64::MAX),
             queue: Mutex::new(Queue::new(DEPTH as usize, Instant::now())),
             ready: Condvar::new(),
@@ -326,7 +328,23 @@ mod tests {
         queue.last_gathers = [Some(LONG); 2];
         assert!(!shared.is_quick(&queue));
         queue.last_gathers = [Some(SHORT); 2];
-        shared.is_cold.store(true, Ordering::Relaxed);
+        shared.cold_batches.store(1, Ordering::Relaxed);
         assert!(!shared.is_quick(&queue));
+    }
+
+    #[test]
+    fn a_cold_cache_is_cold_until_enough_batches_came_without_the_disk() {
+        let shared = shared();
+        let (none, read) = (DiskUse::default(), DiskUse { misses: 0, bytes: 4096 });
+        shared.note_disk(none);
+        assert!(!shared.is_cold());
+        for disk in [read, DiskUse { misses: 1, bytes: 0 }] {
+            shared.note_disk(disk);
+            for _ in 0..COLD_BATCHES {
+                assert!(shared.is_cold());
+                shared.note_disk(none);
+            }
+            assert!(!shared.is_cold());
+        }
     }
 }

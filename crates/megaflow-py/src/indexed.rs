@@ -110,7 +110,7 @@ impl PyIndexedDataset {
 
     /// A key of the content, the same wherever the pair lies.
     fn content_key(&self, py: Python<'_>) -> PyResult<String> {
-        py.without_gil(|| Ok::<_, IndexError>(self.inner.content_key()))
+        py.without_gil(|| self.inner.content_key().map(str::to_owned))
     }
 }
 

@@ -149,7 +149,7 @@ def _words(content: dict[str, Any]) -> list[str]:
     ]
     if content["read_all"]:
         lines.append("  note          all samples were read before the time was up: a short measurement")
-    if content["cache_misses"] == 0 and content["kind"] != "StreamingDataset":
+    if content["cache_misses"] == content["disk_bytes_per_s"] == 0 and content["kind"] != "StreamingDataset":
         lines.append("  note          the page cache held everything: a cold disk is slower")
     if content["tokens_per_s_per_gpu"] is None:
         lines.append("  (--tokens-per-s-per-gpu X --gpus N says whether that feeds a model)")

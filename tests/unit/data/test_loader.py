@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -225,3 +226,22 @@ def test_batches_tell_what_they_waited_for(dataset: GPTDataset) -> None:
     assert stats["request_to_ready_s"] == pytest.approx(sum(batch.request_to_ready_s for batch in batches), abs=1e-6)
     assert stats["mean_queue_depth"] == pytest.approx(np.mean([batch.queue_depth for batch in batches]))
     assert stats["max_wait_s"] == max(batch.wait_s for batch in batches)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system drops no pages by request")
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_of_a_cold_file_samples_are_read_and_not_what_lies_around_them(tmp_path: Path, num_threads: int) -> None:
+    """A fault alone fetches up to megabytes around a page; 400 samples of 8 KiB would then read all of this file."""
+    prefix = write_documents(tmp_path / "cold", [np.arange(4096) % 999] * 8192)
+    with Path(f"{prefix}.bin").open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dataset = GPTDataset(prefix, seq_len=4095, num_samples=8000, order="instant")
+    with Loader(dataset, 4, num_threads=num_threads) as loader:
+        for _ in range(100):
+            next(loader)
+        stats = loader.stats()
+    if stats["disk_bytes"] == 0:
+        pytest.skip("this file system does not tell reads, or keeps files in memory")
+    needed = 3 * 4096 * (stats["samples"] + 4 * 8)  # pages of a sample, and of the batches ahead
+    assert stats["disk_bytes"] <= 2 * needed < Path(f"{prefix}.bin").stat().st_size / 2

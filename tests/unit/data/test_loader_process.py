@@ -72,6 +72,13 @@ dataset = GPTDataset(prefix, seq_len=512, num_samples=2000)
 loader = Loader(dataset, 2, num_threads=num_threads, prefetch=2)
 next(loader)
 os.truncate(prefix + suffix, os.path.getsize(prefix + suffix) // 3)
+for ask in (loader.state_dict, loader.close, lambda: list(Loader(dataset, 2))):
+    try:
+        ask()
+        print("no error")
+    except DataFormatError as error:
+        print(error)
+loader = Loader(dataset, 2, num_threads=num_threads, prefetch=2)
 try:
     for batch in loader:
         pass
@@ -92,7 +99,9 @@ def test_file_cut_short_under_a_loader_is_an_error_and_no_signal(tmp_path: Path,
     command = [sys.executable, "-c", CUT, prefix, suffix, str(num_threads)]
     done = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False)
     assert done.returncode == 3, (done.returncode, done.stderr)
-    assert f"cut{suffix}: was cut short" in done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4, "each of four ways to read is an error of its own"
+    assert all(f"cut{suffix}: was cut short" in line for line in lines), lines
     assert f"expected {size} bytes" in done.stdout
     assert f"found {size // 3}" in done.stdout
 
