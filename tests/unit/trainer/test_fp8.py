@@ -102,6 +102,12 @@ def test_a_weights_gradient_is_added_to_its_main_gradient(recipe: type[Tensorwis
         layer(x).backward(grad)
     assert layer.weight.grad is None
     torch.testing.assert_close(layer.product.main_grad, 1 + 2 * expected, rtol=1e-5, atol=1e-5)
+    layer.to(torch.bfloat16)
+    for main_grad in (None, torch.zeros(48, 32, dtype=torch.bfloat16)):
+        layer.product.main_grad = main_grad
+        layer(x.bfloat16()).backward(grad.bfloat16())
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.product.main_grad, layer.weight.grad, rtol=1e-2, atol=1e-2)
 
 
 def test_rows_have_scales_of_their_own() -> None:

@@ -76,6 +76,12 @@ _DEPENDENCES = (
         lambda config: config.model.balance_kind != "none",
     ),
     Dependence(
+        "model",
+        ("attention",),
+        "--cp-comm-type a2a: ranks that share sequences have a core of their own otherwise",
+        lambda config: config.parallel.cp == 1 or config.parallel.cp_kind == "a2a",
+    ),
+    Dependence(
         "parallel",
         ("dispatcher",),
         "ranks that share experts",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from megaflow_trainer.config.expert_section import ExpertConfig, list_expert_faults, read_pattern
 from megaflow_trainer.config.limits import at_least, fraction, one_of, raise_faults
 
+ATTENTION_KERNELS = ("auto", "sdpa", "flash", "cudnn", "math", "flash_attn_4", "flash_attn_2", "transformer_engine")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig(ExpertConfig):
@@ -95,7 +97,8 @@ class ModelConfig(ExpertConfig):
     norm_eps: float = 1e-5
     """Added to the variance in a norm."""
     attention: str = "auto"
-    """Attention kernel: auto (on GPUs the fastest at this shape, timed at the start), sdpa, flash, cudnn or math."""
+    """Attention kernel: auto (on GPUs the fastest at this shape, timed at the start), sdpa, flash, cudnn or math; from
+    optional packages flash_attn_4, flash_attn_2 or transformer_engine."""
     is_attention_timed: bool = True
     """Whether auto times the kernels; otherwise it takes the first that can serve."""
     resets_positions: bool = False
@@ -114,7 +117,7 @@ class ModelConfig(ExpertConfig):
             + at_least("model", 0, num_mtp_layers=self.num_mtp_layers, mtp_loss_scale=self.mtp_loss_scale)
             + one_of("model", ("gelu", "swiglu", "squared_relu"), activation=self.activation)
             + one_of("model", ("LayerNorm", "RMSNorm"), norm=self.norm)
-            + one_of("model", ("auto", "sdpa", "flash", "cudnn", "math"), attention=self.attention)
+            + one_of("model", ATTENTION_KERNELS, attention=self.attention)
             + one_of("model", ("learned_absolute", "rope", "none"), position_kind=self.position_kind)
             + one_of("model", ("none", "linear", "ntk", "llama3", "yarn"), rotary_scaling=self.rotary_scaling)
             + at_least("model", 1, rotary_base=self.rotary_base, rotary_factor=self.rotary_factor)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaflow_trainer.ops.attention_mask import DocumentMask, make_mask
+from megaflow_trainer.ops.attention_packages import PACKAGES
 from megaflow_trainer.ops.registry import Entry, Need
 
 
@@ -138,4 +139,5 @@ ATTENTION: tuple[Entry, ...] = (
     Entry(name="flash", function=attend_flash, obstacle=_flash_obstacle),
     Entry(name="cudnn", function=attend_cudnn, obstacle=_cudnn_obstacle),
     Entry(name="math", function=attend_math, is_timed=False),
+    *PACKAGES,
 )

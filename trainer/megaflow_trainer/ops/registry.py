@@ -19,6 +19,9 @@ class Need:
     head_dim: int
     has_window: bool = False
     has_documents: bool = False
+    has_dropout: bool = False
+    value_dim: int | None = None
+    """Width of a head of values, where it is not that of queries and keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +34,19 @@ class Entry:
     function: Callable[..., torch.Tensor]
     obstacle: Callable[[Need], str | None] = lambda need: None
     is_timed: bool = True
+    package: str | None = None
+    """The optional package it comes from; such an entry is loaded only when it is asked for."""
+    is_traceable: bool = True
+    """Whether it can be part of a compiled graph; else it cuts blocks in two."""
 
 
 def choose(op: str, entries: Sequence[Entry], wanted: str, need: Need) -> Entry:
-    """Pick the entry called `wanted`; `auto` takes the first of `entries` without an obstacle.
+    """Pick the entry called `wanted`; `auto` takes the first of `entries` without an obstacle that needs no package.
 
     Raises:
         ConfigError: if there is no such entry or it cannot run here, with the reason and what to use instead.
     """
-    usable = [entry.name for entry in entries if entry.obstacle(need) is None]
+    usable = [entry.name for entry in entries if entry.package is None and entry.obstacle(need) is None]
     name = usable[0] if wanted == "auto" and usable else wanted
     for entry in entries:
         if entry.name == name:

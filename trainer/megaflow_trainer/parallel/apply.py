@@ -113,6 +113,7 @@ class Plan:
         grad_dtype: of the main gradients.
         is_compiled: whether each block is compiled.
         tell: is told once if the compiler fails.
+        is_traceable: whether all of a block can be part of a compiled graph.
         accumulates: whether products add to main gradients that are wider than the weights.
         fp8: format of products in 8 bits: none, hybrid or e4m3.
         precision: how they are scaled, and which blocks have none.
@@ -126,6 +127,7 @@ class Plan:
     grad_dtype: torch.dtype = torch.float32
     is_compiled: bool = False
     tell: Callable[[str], None] = lambda why: None
+    is_traceable: bool = True
     accumulates: bool = False
     fp8: str = "none"
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -157,11 +159,12 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
     apply_recompute(model, plan.recompute, plan.recomputed_parts, chunks=[chunk.blocks for chunk in chunks])
     compiler = Compiler(plan.tell) if plan.is_compiled else None
     if compiler is not None:
-        compile_blocks(model, is_whole=mesh.tp_group is None and mesh.cp_group is None, compiler=compiler)
+        is_whole = plan.is_traceable and mesh.tp_group is None and mesh.cp_group is None
+        compile_blocks(model, is_whole=is_whole, compiler=compiler)
     gradients = collect_gradients(model, mesh, parts, plan, chunks)
     if plan.accumulates and isinstance(gradients, MainGradients) and can_accumulate(gradients):
-        is_whole = mesh.tp_group is None and not chunks
-        accumulate_in_products(model, gradients, compiler=compiler if is_whole else None)
+        has_loss = mesh.tp_group is None and not chunks  # whole, on this rank
+        accumulate_in_products(model, gradients, compiler=compiler if has_loss else None)
     saved = make_saved(model, plan.recompute, measure_every=plan.measure_every)
     pipeline = make_pipeline(chunks, model, mesh, plan, gradients)
     positions = None

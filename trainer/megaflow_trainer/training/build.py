@@ -109,10 +109,13 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     """The model with initial weights, ready for the mesh; a mesh on the device `meta` gives its shapes alone."""
     torch.set_float32_matmul_precision("high" if config.step.allows_tf32 else "highest")
     dtype = torch.float64 if config.step.dtype == "fp64" else DTYPES[config.step.dtype]
+    own = config.model
     need = Need(
         device=mesh.device,
         dtype=dtype,
-        head_dim=config.model.head_width,
+        head_dim=own.qk_dim + own.qk_rotary_dim if own.is_latent else own.head_width,
+        value_dim=own.v_dim if own.is_latent else None,
+        has_dropout=own.attention_dropout > 0,
         has_window=config.model.window is not None,
         has_documents=config.model.resets_attention,
     )
@@ -138,6 +141,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         grad_dtype=DTYPES[config.optim.main_grad_dtype],
         is_compiled=choose_compile(config, mesh.device)[0],
         tell=lambda why: say(mesh, f" note: {why}"),
+        is_traceable=attention.is_traceable,
         accumulates=_can_accumulate(config, mesh),
         fp8=config.step.fp8,
         precision=config.precision,

@@ -1,0 +1,73 @@
+"""Parts of optional packages, loaded when they are asked for; what keeps one from loading is one sentence."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+_FAILURES = (ImportError, OSError, AttributeError, RuntimeError, AssertionError, ValueError, TypeError, KeyError)
+"""What importing a package that does not fit this machine has been seen to raise."""
+
+
+class PackageError(Exception):
+    """A part cannot be had; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """An optional package.
+
+    Args:
+        name: as one installs it.
+        module: the first module of it that is imported.
+        hint: how to get it, where it is not by its name.
+    """
+
+    name: str
+    module: str
+    hint: str | None = None
+
+    def load(self, path: str) -> Any:
+        """The object at `path`, such as `flash_attn.cute.flash_attn_func`.
+
+        Raises:
+            PackageError: if the package is missing, does not load, or lacks the object.
+        """
+        return _load(self, path)
+
+    def find_obstacle(self, *paths: str) -> str | None:
+        """Why one of these objects cannot be had, or None."""
+        try:
+            for path in paths:
+                self.load(path)
+        except PackageError as error:
+            return str(error)
+        return None
+
+
+@functools.cache
+def _load(package: Package, path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except _FAILURES as error:
+        raise PackageError(_explain(package, path, error)) from error
+
+
+def _explain(package: Package, path: str, error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        parts = package.module.split(".")
+        if error.name in (".".join(parts[: count + 1]) for count in range(len(parts))):
+            return f"the package {package.name} is not installed ({package.hint or 'pip install ' + package.name})"
+    reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
+    return f"the package {package.name} is installed and {path} does not load: {type(error).__name__}: {reason}"
+
+
+FLASH_4 = Package("flash-attn-4", "flash_attn.cute")
+FLASH_2 = Package("flash-attn", "flash_attn.flash_attn_interface", "pip install flash-attn --no-build-isolation")
+ENGINE = Package("transformer-engine", "transformer_engine.pytorch", "pip install transformer-engine[pytorch]")
+LIGER = Package("liger-kernel", "liger_kernel.ops")
+APEX = Package("apex", "apex", "built from its source: the package of that name on the index is another one")
+TORCHAO = Package("torchao", "torchao.float8")
