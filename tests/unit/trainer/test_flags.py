@@ -302,6 +302,10 @@ FP8_FLAGS = (
     *("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16"),
 )
 """Flags that test_fp8.py observes."""
+KERNEL_FLAGS = (
+    *("--transformer-impl", "--norm-kernel", "--gate-kernel", "--rotary-kernel", "--loss-kernel", "--fp8-kernel"),
+)
+"""Flags that test_layer_packages.py observes."""
 DATA_FLAGS = (
     *("--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path", "--per-split-data-args-path"),
     *("--mock-data", "--sample-order", "--sample-shuffle", "--sample-packing", "--blend-weights", "--blend-schedule"),
@@ -345,7 +349,7 @@ WATCH: dict[str, str | tuple[str, str]] = {
 
 def test_every_flag_is_in_one_of_the_tables() -> None:
     tables: list[Any] = [MODEL, SAVED, PLAN, STEP, REFUSED, LAYOUT, SEEN, OWN_TEST]
-    tables += [DATA_FLAGS, EXPERT_FLAGS, FUSED_FLAGS, FP8_FLAGS, WATCH]
+    tables += [DATA_FLAGS, EXPERT_FLAGS, FUSED_FLAGS, FP8_FLAGS, KERNEL_FLAGS, WATCH]
     assert sorted(name for table in tables for name in table) == sorted(flag.name for flag in FLAGS)
 
 

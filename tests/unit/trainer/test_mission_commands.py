@@ -53,7 +53,7 @@ def test_the_lines_run_on_data_parallel_ranks() -> None:
 @pytest.mark.parametrize(
     "flags, feature",
     [
-        ("--transformer-impl transformer_engine", "Transformer Engine layers"),
+        ("--bf16 --fp8-hybrid --fp8-param-gather", "weights that are kept in fp8"),
     ],
 )
 def test_what_this_version_does_not_have_is_one_sentence(flags: str, feature: str) -> None:

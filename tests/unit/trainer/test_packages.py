@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.fake_packages import install
 from helpers.runs import TINY, one_rank
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
@@ -42,19 +42,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def need(**options: Any) -> Need:
     return Need(**({"device": H200, "dtype": torch.bfloat16, "head_dim": 64} | options))
-
-
-def install(monkeypatch: pytest.MonkeyPatch, **objects: Any) -> None:
-    """Put fake modules in place: `a__b__c` is the object c of the module a.b."""
-    for path, value in objects.items():
-        *parents, name = path.split("__")
-        for count in range(1, len(parents) + 1):
-            full = ".".join(parents[:count])
-            if full not in sys.modules or not getattr(sys.modules[full], "is_fake", False):
-                module = ModuleType(full)
-                module.is_fake = True  # type: ignore[attr-defined]
-                monkeypatch.setitem(sys.modules, full, module)
-        setattr(sys.modules[".".join(parents)], name, value)
 
 
 def refuse(name: str, given: Need) -> str:

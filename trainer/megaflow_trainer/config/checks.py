@@ -9,6 +9,7 @@ from megaflow.errors import ConfigError
 from megaflow_trainer.config.batch import read_ramp_up, solve_batch
 from megaflow_trainer.config.compiling import find_compile_obstacle
 from megaflow_trainer.config.expert_section import check_experts
+from megaflow_trainer.config.kernel_section import check_kernels
 from megaflow_trainer.config.layout import check_expert_ranks, check_ranks, check_sequence, check_tensor, make_layout
 from megaflow_trainer.config.sections import ModelConfig, ScheduleConfig, TrainConfig
 from megaflow_trainer.config.stages import check_micro_batches, check_stages
@@ -39,6 +40,7 @@ def find_faults(config: TrainConfig, *, world_size: int) -> list[str]:
         + check_data(config)
         + check_precision(config)
         + check_recompute(config)
+        + check_kernels(config)
         + check_loading(config)
     )
     return faults + ([] if faults else check_batch(config, world_size=world_size))

@@ -214,6 +214,12 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--first-last-layers-bf16", "precision.keeps_ends", constant=True),
     Flag("--num-layers-at-start-in-bf16", "precision.start_layers"),
     Flag("--num-layers-at-end-in-bf16", "precision.end_layers"),
+    Flag("--fp8-kernel", "kernels.fp8"),
+    Flag("--transformer-impl", "kernels.layers"),
+    Flag("--norm-kernel", "kernels.norm"),
+    Flag("--gate-kernel", "kernels.gate"),
+    Flag("--rotary-kernel", "kernels.rotary"),
+    Flag("--loss-kernel", "kernels.loss"),
     Flag("--all-bf16", "step.is_all_bf16", constant=True),
     Flag("--tf32", "step.allows_tf32", constant=True),
     Flag("--compile", "step.is_compiled", constant=True),
@@ -323,9 +329,9 @@ LEGACY: tuple[LegacyFlag, ...] = (
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(
-        "Transformer Engine layers",
-        "drop the flag: --transformer-impl local is the default",
-        valued=(("--transformer-impl", ("local",)),),
+        "weights that are kept in fp8",
+        "drop the flag: they are rounded when they are used",
+        switches=("--fp8-param-gather",),
     ),
 )
 

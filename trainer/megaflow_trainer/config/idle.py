@@ -117,6 +117,7 @@ _DEPENDENCES = (
         "--fp8-recipe delayed",
         lambda config: config.precision.recipe == "delayed" or config.step.fp8 == "none",
     ),
+    Dependence("kernels", ("fp8",), "--fp8-format", lambda config: config.step.fp8 != "none"),
     Dependence(
         "precision",
         ("start_layers", "end_layers"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megaflow_trainer.config.kernel_section import KernelConfig
 from megaflow_trainer.config.limits import at_least, fraction, one_of, raise_faults
 from megaflow_trainer.config.model_section import ModelConfig
 from megaflow_trainer.config.precision_section import PrecisionConfig
@@ -20,6 +21,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "GuardConfig",
+    "KernelConfig",
     "LogConfig",
     "ModelConfig",
     "OptimConfig",
@@ -368,6 +370,7 @@ class TrainConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     step: StepConfig = field(default_factory=StepConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.context import Context
 from megaflow_trainer.model.norm import make_norm
-from megaflow_trainer.model.rope import rotate, score_growth
+from megaflow_trainer.model.rope import Rotary, rotate, rotate_both, score_growth
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention_mask import DocumentMask
 
@@ -33,6 +33,7 @@ class Attention(nn.Module):
         self.q_norm = make_norm(config, self.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config, self.head_dim) if config.qk_norm else None
         self.proj = sockets.linear(width, config.hidden_dim, bias=config.linear_bias)
+        self.turn: Callable[[Tensor, Tensor, Rotary], tuple[Tensor, Tensor]] = rotate_both
         self.core: Callable[..., Tensor] = sockets.attention
         self.options = core_options(config)
 
@@ -45,7 +46,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if context is not None and context.rotary is not None:
-            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+            q, k = self.turn(q, k, context.rotary)
         return self.mix(q, k, v, None if context is None else context.documents)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: DocumentMask | None = None) -> Tensor:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.context import Context
 from megaflow_trainer.model.sockets import Sockets
+
+
+def multiply_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) up`."""
+    return F.silu(gate) * up
 
 
 class Mlp(nn.Module):
@@ -20,6 +27,7 @@ class Mlp(nn.Module):
         super().__init__()
         h, f, bias = config.hidden_dim, width or config.ffn_width, config.linear_bias
         self.activation = config.activation
+        self.multiply_gate: Callable[[Tensor, Tensor], Tensor] = multiply_gate
         self.gate = sockets.linear(h, f, bias=bias) if config.activation == "swiglu" else None
         self.up = sockets.linear(h, f, bias=bias)
         self.down = sockets.linear(f, h, bias=bias)
@@ -31,7 +39,7 @@ class Mlp(nn.Module):
     def narrow(self, up: Tensor, gate: Tensor | None) -> Tensor:
         """The activation function and the last product, `[b, s, f]` to `[b, s, h]`."""
         if gate is not None:
-            return self.down(F.silu(gate) * up)
+            return self.down(self.multiply_gate(gate, up))
         if self.activation == "squared_relu":
             return self.down(F.relu(up).square())
         return self.down(F.gelu(up, approximate="tanh"))

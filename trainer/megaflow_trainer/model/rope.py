@@ -101,3 +101,8 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     parts = (first * rotary.cos - second * rotary.sin, second * rotary.cos + first * rotary.sin)
     out = torch.stack(parts, -1).flatten(-2) if rotary.is_interleaved else torch.cat(parts, -1)
     return torch.cat([out.to(x.dtype), rest], -1) if rest.shape[-1] else out.to(x.dtype)
+
+
+def rotate_both(q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Queries and keys, turned."""
+    return rotate(q, rotary), rotate(k, rotary)

@@ -1,6 +1,7 @@
 """The only place that knows in which order parallelism is put on a model.
 
-Order: pipeline split -> tensor/sequence -> expert -> context -> fp8 -> recompute -> compile -> data parallel.
+Order: pipeline split -> tensor/sequence -> expert -> context -> fp8, kernels of packages -> recompute -> compile ->
+data parallel.
 A model comes without memory for its weights; it gets it, and values, as soon as it is known which part of each weight
 this rank holds.
 """
@@ -8,12 +9,14 @@ this rank holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megaflow_trainer.config.sections import ParallelConfig, PrecisionConfig, RecomputeConfig
+from megaflow_trainer.config.sections import KernelConfig, ParallelConfig, PrecisionConfig, RecomputeConfig
 from megaflow_trainer.config.shares import overlaps_products
 from megaflow_trainer.model.gpt import GPT, stack_labels
 from megaflow_trainer.parallel.collectives import copy_from_first
@@ -22,6 +25,7 @@ from megaflow_trainer.parallel.data import DataOptions, MainGradients
 from megaflow_trainer.parallel.expert import shard_experts
 from megaflow_trainer.parallel.fsdp import DividedGradients, divide_weights
 from megaflow_trainer.parallel.fusion import Compiler, accumulate_in_products, can_accumulate, compile_blocks
+from megaflow_trainer.parallel.kernels import apply_kernels, is_traceable, make_scope
 from megaflow_trainer.parallel.load import ExpertLoad
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.pipeline import Chunk, Pipeline, join_copies, split_pipeline
@@ -51,6 +55,8 @@ class ParallelModel:
     """Counts and biases of routers, where the model has experts."""
     fp8: Fp8Layers | None = None
     """Layers whose products are in fp8, if any are to be."""
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What is entered around forward."""
 
     @property
     def side_losses(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -89,7 +95,7 @@ class ParallelModel:
         counts in the losses of routers; all count alike without it.
         """
         options = {"keys": keys, "positions": self.positions, "documents": documents, "weights": weights, "mask": mask}
-        with keep_saved(self.saved):
+        with keep_saved(self.saved), self.scope():
             loss: Tensor = self.module(tokens, labels, **options)
         return loss
 
@@ -117,6 +123,7 @@ class Plan:
         accumulates: whether products add to main gradients that are wider than the weights.
         fp8: format of products in 8 bits: none, hybrid or e4m3.
         precision: how they are scaled, and which blocks have none.
+        kernels: what optional packages compute.
         measure_every: forwards from one measurement of the error of compressed activations to the next.
     """
 
@@ -131,6 +138,7 @@ class Plan:
     accumulates: bool = False
     fp8: str = "none"
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
     measure_every: int = 1
     seq_len: int = 0
     """Tokens of a sample, for ranks that share sequences."""
@@ -155,16 +163,18 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
         fill(model, parts)
     for name, weight in model.named_parameters():
         copy_from_first(weight.data, mesh.edp_group if name in parts.experts else mesh.gradient_group)
-    fp8 = None if plan.fp8 == "none" else apply_fp8(model, mesh, plan.precision, plan.fp8)
+    apply_kernels(model, plan.kernels, has_fp8=plan.fp8 != "none")
+    fp8 = None if plan.fp8 == "none" else apply_fp8(model, mesh, plan.fp8, plan.precision, plan.kernels)
     apply_recompute(model, plan.recompute, plan.recomputed_parts, chunks=[chunk.blocks for chunk in chunks])
     compiler = Compiler(plan.tell) if plan.is_compiled else None
     if compiler is not None:
-        is_whole = plan.is_traceable and mesh.tp_group is None and mesh.cp_group is None
+        can_be_whole = plan.is_traceable and is_traceable(plan.kernels)
+        is_whole = can_be_whole and mesh.tp_group is None and mesh.cp_group is None
         compile_blocks(model, is_whole=is_whole, compiler=compiler)
     gradients = collect_gradients(model, mesh, parts, plan, chunks)
     if plan.accumulates and isinstance(gradients, MainGradients) and can_accumulate(gradients):
-        has_loss = mesh.tp_group is None and not chunks  # whole, on this rank
-        accumulate_in_products(model, gradients, compiler=compiler if has_loss else None)
+        has_loss = mesh.tp_group is None and not chunks and plan.kernels.loss == "native"  # whole, on this rank
+        accumulate_in_products(model, gradients, compiler=compiler, has_loss=has_loss)
     saved = make_saved(model, plan.recompute, measure_every=plan.measure_every)
     pipeline = make_pipeline(chunks, model, mesh, plan, gradients)
     positions = None
@@ -173,7 +183,17 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
     for chunk in chunks:
         chunk.positions, chunk.saved = positions, saved
     load = None if model.config.num_experts is None else ExpertLoad(model, model.config, mesh)
-    return ParallelModel(model, gradients, parts, saved, positions, pipeline, load, fp8)
+    return ParallelModel(
+        model,
+        gradients,
+        parts,
+        saved,
+        positions,
+        pipeline,
+        load,
+        fp8,
+        make_scope(plan.fp8, plan.kernels, plan.precision, mesh),
+    )
 
 
 def collect_gradients(

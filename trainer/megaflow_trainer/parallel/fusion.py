@@ -81,9 +81,9 @@ def can_accumulate(gradients: MainGradients) -> bool:
     return gradients.options.zero < 2 and (is_wider or gradients.dtype.itemsize == 2)
 
 
-def accumulate_in_products(model: GPT, gradients: MainGradients, *, compiler: Compiler | None) -> None:
-    """Let linear layers of blocks add to the main gradients; the output projection too if there is a compiler, which is
-    for a model that this rank has as a whole.
+def accumulate_in_products(model: GPT, gradients: MainGradients, *, compiler: Compiler | None, has_loss: bool) -> None:
+    """Let linear layers of blocks add to the main gradients, and in a compiled model the output projection too, where
+    this rank has the native loss as a whole (`has_loss`).
     """
     slots: dict[Tensor, tuple[Bucket, Slot]] = {
         slot.weight: (bucket, slot) for bucket in gradients.buckets for slot in bucket.slots
@@ -101,7 +101,7 @@ def accumulate_in_products(model: GPT, gradients: MainGradients, *, compiler: Co
         if isinstance(block.mlp, MoE) and block.mlp.experts.product.accumulates:
             for stack in [module for module in block.mlp.experts.modules() if isinstance(module, ExpertWeight)]:
                 stack.main_grad = view(slots[stack.weight][1])
-    if compiler is None:  # written out, the loss passes over the scores more often than torch's own does
+    if compiler is None or not has_loss:  # written out, it passes over the scores more often than torch's own loss does
         return
     weight = model.output_weight
     assert isinstance(weight, nn.Parameter), "of a plain model"

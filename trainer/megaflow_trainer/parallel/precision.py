@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megaflow_trainer.config.precision_section import FP8_WIDTH, PrecisionConfig
+from megaflow_trainer.config.precision_section import FP8_WIDTH
+from megaflow_trainer.config.sections import KernelConfig, PrecisionConfig
 from megaflow_trainer.model.gpt import GPT, Block
 from megaflow_trainer.ops.fp8 import MULTIPLE, DelayedProduct, RowwiseProduct, TensorwiseProduct, find_largest
-from megaflow_trainer.ops.linear import Linear
+from megaflow_trainer.ops.layer_packages import EngineProduct, TorchaoProduct
+from megaflow_trainer.ops.linear import Linear, Product
 from megaflow_trainer.parallel.collectives import gather_objects, max_over
 from megaflow_trainer.parallel.mesh import Mesh
 
@@ -104,27 +106,35 @@ class Fp8Layers:
         return text if self.layers else f"{text}: none is {FP8_WIDTH} wide both ways, below which fp8 does not pay"
 
 
-def apply_fp8(model: GPT, mesh: Mesh, config: PrecisionConfig, kind: str) -> Fp8Layers:
+def apply_fp8(model: GPT, mesh: Mesh, kind: str, config: PrecisionConfig, kernels: KernelConfig) -> Fp8Layers:
     """Give the large linear layers of blocks products in fp8. Their weights must have values.
 
     Args:
         model: this rank's part of it.
         mesh: the ranks.
-        config: how products are scaled, and which blocks are left out.
         kind: hybrid or e4m3.
+        config: how products are scaled, and which blocks are left out.
+        kernels: whose products they are.
     """
     linear = dict(_list_linear(model))
     layers = {name: layer for name, (layer, number) in linear.items() if _is_taken(layer, number, model, config)}
     for layer in layers.values():
-        if config.recipe == "delayed":
-            layer.product = DelayedProduct(kind, mesh.device)
-        else:
-            layer.product = (RowwiseProduct if config.recipe == "rowwise" else TensorwiseProduct)(kind)
+        layer.product = _make_product(layer, kind, config.recipe, kernels)
     scales = None
-    if config.recipe == "delayed":
+    if config.recipe == "delayed" and kernels.layers == "local":
         scales = DelayedScales(layers, config, mesh)
         scales.begin()
     return Fp8Layers(layers, len(linear), scales)
+
+
+def _make_product(layer: Linear, kind: str, recipe: str, kernels: KernelConfig) -> Product:
+    if kernels.layers == "transformer_engine":
+        return EngineProduct(layer.weight)
+    if kernels.fp8 == "torchao":
+        return TorchaoProduct(layer.weight, recipe)
+    if recipe == "delayed":
+        return DelayedProduct(kind, layer.weight.device)
+    return RowwiseProduct(kind) if recipe == "rowwise" else TensorwiseProduct(kind)
 
 
 def _is_taken(layer: Linear, number: int, model: GPT, config: PrecisionConfig) -> bool:

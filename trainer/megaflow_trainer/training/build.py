@@ -36,7 +36,7 @@ from megaflow_trainer.training.feed import Feed
 from megaflow_trainer.training.guards import Guard
 from megaflow_trainer.training.kernels import choose_attention, choose_compile
 from megaflow_trainer.training.manifest import Origin, describe_data, write_manifest
-from megaflow_trainer.training.preflight import describe_needs
+from megaflow_trainer.training.preflight import describe_needs, refuse_parts
 from megaflow_trainer.training.resume import resume_or_start
 from megaflow_trainer.training.say import say
 from megaflow_trainer.training.sinks import prepare_metrics
@@ -120,6 +120,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         has_documents=config.model.resets_attention,
     )
     attention = choose_attention(config, mesh, need)
+    refuse_parts(config.kernels, mesh.device)
     kept = torch.promote_types(dtype, torch.float32) if config.parallel.zero == 3 else dtype
     rows = config.step.sizes.micro_batch_size * config.data.seq_len * config.model.router_top_k
     per_group = rows / (config.model.num_experts or 1) / mesh.layout.cp
@@ -145,6 +146,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         accumulates=_can_accumulate(config, mesh),
         fp8=config.step.fp8,
         precision=config.precision,
+        kernels=config.kernels,
         seq_len=config.data.seq_len,
         measure_every=config.log.every * config.step.sizes.num_micro_batches,
     )

@@ -8,8 +8,11 @@ from megaflow.errors import ConfigError
 from megaflow_trainer.config.activations import CPU, GPU
 from megaflow_trainer.config.checks import Device, check_device
 from megaflow_trainer.config.cost_table import describe_plan
+from megaflow_trainer.config.flags import find_spelling
 from megaflow_trainer.config.memory import describe_memory
-from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.config.sections import KernelConfig, TrainConfig
+from megaflow_trainer.ops.layer_packages import PARTS
+from megaflow_trainer.parallel.kernels import list_parts
 from megaflow_trainer.training.manifest import describe_device
 
 
@@ -23,9 +26,26 @@ def refuse_device(config: TrainConfig, device: torch.device) -> None:
     faults = check_device(config, Device(describe_device(device), capability))
     if faults:
         raise ConfigError("\n".join(faults))
+    refuse_parts(config.kernels, device)
 
 
 def describe_needs(config: TrainConfig, device: torch.device) -> list[str]:
     """Lines about memory: the estimate, and the parts that a budget of recompute has chosen."""
     lines = [describe_memory(config, GPU if device.type == "cuda" else CPU)]
     return lines + ([describe_plan(config)] if config.recompute.budget is not None else [])
+
+
+def refuse_parts(config: KernelConfig, device: torch.device) -> None:
+    """Refuse what optional packages cannot compute here.
+
+    Raises:
+        ConfigError: naming flag, reason and remedy, a line each.
+    """
+    faults = []
+    for name, value in list_parts(config):
+        reason = PARTS[name, value].find_obstacle(device)
+        if reason is not None:
+            flag = find_spelling(f"kernels.{name}")
+            faults.append(f"{flag} {value} cannot run here: {reason}; drop {flag}")
+    if faults:
+        raise ConfigError("\n".join(faults))

@@ -1,0 +1,216 @@
+"""Parts of blocks by optional packages: stand-ins give the losses and gradients of the native parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.fake_packages import install_apex, install_engine, install_liger, install_torchao
+from helpers.pairs import write_pair
+from helpers.runs import TINY, one_rank, read_metrics, run_tiny
+from megaflow.errors import ConfigError
+from megaflow_trainer.config import read_command
+from megaflow_trainer.model.rope import Rotary, rotate_both
+from megaflow_trainer.ops import packages
+from megaflow_trainer.ops.layer_packages import PARTS, EngineProduct, TorchaoProduct, rotate_liger
+from megaflow_trainer.parallel import apply as apply_module
+from megaflow_trainer.parallel import precision
+from megaflow_trainer.training import build, preflight
+from megaflow_trainer.training import run as run_module
+
+LLAMA = [
+    *("--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--rotary-percent", "0.5"),
+    *("--disable-bias-linear", "--num-query-groups", "2", "--qk-layernorm"),
+]
+LENGTH = ["--train-iters", "3", "--global-batch-size", "8", "--micro-batch-size", "4", "--lr-decay-style", "constant"]
+ENGINE = ["--transformer-impl", "transformer_engine"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded() -> Iterator[None]:
+    packages._load.cache_clear()
+    yield
+    packages._load.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_pair(tmp_path_factory.mktemp("data") / "toy")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this machine's CPU pass for a GPU where a device is asked for."""
+    monkeypatch.setattr(run_module, "refuse_device", lambda *_: None)
+    monkeypatch.setattr(preflight, "PARTS", {})
+    monkeypatch.setattr(preflight, "list_parts", lambda config: [])
+
+
+CASES: dict[str, tuple[list[str], list[str], Callable[[pytest.MonkeyPatch], list[Any]], set[str]]] = {
+    "engine": (ENGINE, [], install_engine, set()),
+    "engine llama": (ENGINE, LLAMA, install_engine, set()),
+    "engine norms": (["--norm-kernel", "transformer_engine"], [], install_engine, set()),
+    "engine rms norms": (["--norm-kernel", "transformer_engine"], LLAMA, install_engine, set()),
+    "liger norms": (["--norm-kernel", "liger"], [], install_liger, {"layer"}),
+    "liger rms norms": (["--norm-kernel", "liger"], LLAMA, install_liger, {"rms"}),
+    "liger gate": (["--gate-kernel", "liger"], LLAMA, install_liger, {"gate"}),
+    "liger rotary": (["--rotary-kernel", "liger"], LLAMA, install_liger, {"rope"}),
+    "liger loss": (["--loss-kernel", "liger"], LLAMA, install_liger, {"loss"}),
+    "apex norms": (["--norm-kernel", "apex"], [], install_apex, {"layer"}),
+    "apex rms norms": (["--norm-kernel", "apex"], LLAMA, install_apex, {"rms"}),
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("name", CASES)
+def test_a_part_of_a_package_gives_the_native_run(
+    name: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, model, put, calls = CASES[name]
+    run_tiny(prefix, [*LENGTH, *model, "--run-dir", str(tmp_path / "native")])
+    called = put(monkeypatch)
+    run_tiny(prefix, [*LENGTH, *model, *flags, "--run-dir", str(tmp_path / "package")])
+    assert set(called) == calls
+    for one, other in zip(*(read_metrics(tmp_path / kind) for kind in ("native", "package")), strict=True):
+        assert other["lm_loss"] == pytest.approx(one["lm_loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+def test_positions_that_begin_again_are_turned_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_liger(monkeypatch)
+    q, k = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+    angles = torch.randn(2, 1, 6, 4)
+    expected = rotate_both(q, k, Rotary(angles.cos(), angles.sin(), is_interleaved=False))
+    for one, other in zip(rotate_liger(q, k, angles.cos(), angles.sin()), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_engine_adds_to_main_gradients(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_tiny(prefix, [*LENGTH, "--run-dir", str(tmp_path / "native")])
+    install_engine(monkeypatch)
+    monkeypatch.setattr(build, "_can_accumulate", lambda config, mesh: True)
+    monkeypatch.setattr(apply_module, "can_accumulate", lambda gradients: True)
+    run_tiny(prefix, [*LENGTH, *ENGINE, "--run-dir", str(tmp_path / "package")])
+    for one, other in zip(*(read_metrics(tmp_path / kind) for kind in ("native", "package")), strict=True):
+        assert other["lm_loss"] == pytest.approx(one["lm_loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_engines_fp8_is_entered_around_each_forward(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "FP8_WIDTH", 32)
+    entered = install_engine(monkeypatch)
+    flags = [*LENGTH, *ENGINE, "--bf16", "--fp8-hybrid"]
+    run_tiny(prefix, [*flags, "--run-dir", str(tmp_path / "a")])
+    assert [(one.name, one.fp8_format) for one in entered] == [("current", "hybrid format")] * 6
+    entered.clear()
+    delayed = ["--fp8-recipe", "delayed", "--fp8-amax-history-len", "16", "--fp8-amax-compute-algo", "max"]
+    run_tiny(prefix, [*flags, *delayed, "--fp8-margin", "1", "--run-dir", str(tmp_path / "b")])
+    assert len(entered) == 6
+    assert vars(entered[0]) == {
+        "name": "delayed",
+        "fp8_format": "hybrid format",
+        "margin": 1,
+        "amax_history_len": 16,
+        "amax_compute_algo": "max",
+    }
+    entered.clear()
+    run_tiny(prefix, [*LENGTH, *ENGINE, "--bf16", "--run-dir", str(tmp_path / "c")])
+    assert entered == []
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_torchao_takes_the_layers_that_fp8_is_for(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "FP8_WIDTH", 32)
+    asked = install_torchao(monkeypatch)
+    run_tiny(prefix, [*LENGTH, "--bf16", "--run-dir", str(tmp_path / "native")])
+    flags = [*LENGTH, "--bf16", "--fp8-hybrid", "--fp8-kernel", "torchao", "--run-dir", str(tmp_path / "package")]
+    run_tiny(prefix, flags)
+    assert asked == ["tensorwise"] * 8
+    one, other = (read_metrics(tmp_path / kind) for kind in ("native", "package"))
+    assert [line["lm_loss"] for line in other] == pytest.approx([line["lm_loss"] for line in one], rel=1e-3)
+
+
+def see_products(flags: list[str]) -> set[type]:
+    words = [*TINY, "--train-iters", "1", "--data-path", "x", *flags]
+    model = build.build_model(read_command(words, world_size=1)[0], one_rank())
+    return {type(layer.product) for layer in model.module.modules() if hasattr(layer, "product")}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_small_layers_stay_native_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_engine(monkeypatch)
+    install_torchao(monkeypatch)
+    assert see_products(ENGINE) == {EngineProduct}
+    assert EngineProduct not in see_products([*ENGINE, "--bf16", "--fp8-hybrid"])
+    assert TorchaoProduct not in see_products(["--fp8-kernel", "torchao", "--bf16", "--fp8-hybrid"])
+    monkeypatch.setattr(precision, "FP8_WIDTH", 32)
+    assert see_products([*ENGINE, "--bf16", "--fp8-hybrid"]) == {EngineProduct}
+    assert see_products(["--fp8-kernel", "torchao", "--bf16", "--fp8-hybrid"]) == {TorchaoProduct}
+
+
+FLAGS = {
+    ("layers", "transformer_engine"): ENGINE,
+    ("norm", "transformer_engine"): ["--norm-kernel", "transformer_engine"],
+    ("norm", "liger"): ["--norm-kernel", "liger"],
+    ("norm", "apex"): ["--norm-kernel", "apex"],
+    ("gate", "liger"): ["--gate-kernel", "liger", *LLAMA],
+    ("rotary", "liger"): ["--rotary-kernel", "liger", *LLAMA],
+    ("loss", "liger"): ["--loss-kernel", "liger"],
+    ("fp8", "torchao"): ["--fp8-kernel", "torchao", "--bf16", "--fp8-hybrid"],
+}
+
+
+@pytest.mark.parametrize("part", PARTS, ids=" ".join)
+def test_a_part_that_cannot_be_had_is_refused_before_data_are_opened(
+    part: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*TINY, "--train-iters", "1", "--data-path", "/nowhere", *FLAGS[part]]
+    config = read_command(words, world_size=1)[0]
+    with pytest.raises(
+        ConfigError, match=r"--[a-z0-9-]+ \w+ cannot run here: \S+ needs a CUDA GPU and .* is cpu; drop --"
+    ):
+        preflight.refuse_parts(config.kernels, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"the package .* is not installed .*; drop --"):
+        preflight.refuse_parts(config.kernels, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"needs a CUDA GPU|needs a GPU"):
+        run_module.train(config, one_rank())
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ([*ENGINE, "--zero-stage", "3"], r"keeps its weights, which parallel.zero \(--zero-stage\) 3 exchanges"),
+        ([*ENGINE, "--bf16", "--fp8-hybrid", "--fp8-recipe", "rowwise"], "transformer_engine has no precision.recipe"),
+        ([*ENGINE, "--bf16", "--fp8-hybrid", "--recompute-activations"], "does not go with recompute.granularity"),
+        ([*ENGINE, "--bf16", "--fp8-hybrid", "--fp8-kernel", "torchao"], "transformer_engine brings its own fp8"),
+        (["--norm-kernel", "apexx"], "must be one of torch, liger, apex, transformer_engine, got 'apexx'"),
+        (["--gate-kernel", "liger"], r"is for model.activation \(--activation\) swiglu, and it is gelu"),
+        (["--rotary-kernel", "liger"], r"is for model.position_kind \(--position-embedding-type\) rope"),
+        (["--rotary-kernel", "liger", *LLAMA, "--rotary-interleaved"], "pairs channels by halves"),
+        (
+            ["--bf16", "--fp8-hybrid", "--fp8-kernel", "torchao", "--fp8-recipe", "delayed"],
+            "torchao has tensorwise with hybrid and rowwise with e4m3, not delayed with hybrid",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_command([*TINY, "--train-iters", "1", "--data-path", "x", *flags], world_size=1)
+
+
+def test_ranks_that_share_a_layer_or_divide_layers_are_refused() -> None:
+    words = [*TINY, "--train-iters", "1", "--data-path", "x"]
+    with pytest.raises(ConfigError, match="needs whole scores, and parallel"):
+        read_command([*words, "--loss-kernel", "liger", "--tensor-model-parallel-size", "2"], world_size=2)
+    with pytest.raises(ConfigError, match="does not go with parallel"):
+        read_command([*words, *ENGINE, "--pipeline-model-parallel-size", "2"], world_size=2)
+    _, notes = read_command([*words, "--fp8-kernel", "torchao"], world_size=1)
+    assert "kernels.fp8 (--fp8-kernel) has no effect without --fp8-format" in notes

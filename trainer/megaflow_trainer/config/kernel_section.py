@@ -1,0 +1,91 @@
+"""The section of kernels from optional packages, and what each of them asks of the rest of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megaflow_trainer.config.limits import one_of, raise_faults
+
+if TYPE_CHECKING:
+    from megaflow_trainer.config.sections import TrainConfig
+
+ENGINE = "transformer_engine"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelConfig:
+    """Kernels that are not the native ones."""
+
+    layers: str = "local"
+    """Linear layers of blocks: local, or transformer_engine, with its fp8 where fp8 is asked for."""
+    norm: str = "torch"
+    """Norms: torch, liger, apex or transformer_engine."""
+    gate: str = "torch"
+    """The product with SwiGLU's gate: torch or liger."""
+    rotary: str = "torch"
+    """Turning queries and keys by their positions: torch or liger."""
+    loss: str = "native"
+    """Cross entropy of scores: native or liger."""
+    fp8: str = "native"
+    """Products in fp8: native or torchao."""
+
+    def __post_init__(self) -> None:
+        raise_faults(
+            one_of("kernels", ("local", ENGINE), layers=self.layers)
+            + one_of("kernels", ("torch", "liger", "apex", ENGINE), norm=self.norm)
+            + one_of("kernels", ("torch", "liger"), gate=self.gate, rotary=self.rotary)
+            + one_of("kernels", ("native", "liger"), loss=self.loss)
+            + one_of("kernels", ("native", "torchao"), fp8=self.fp8)
+        )
+
+
+def check_kernels(config: TrainConfig) -> list[str]:
+    """What a kernel of a package asks of the rest of the run."""
+    return [*_check_layers(config), *_check_shapes(config), *_check_torchao(config)]
+
+
+def _check_layers(config: TrainConfig) -> Iterator[str]:
+    own, parallel, precision = config.kernels, config.parallel, config.precision
+    if ENGINE in (own.layers, own.norm) and parallel.zero == 3:
+        name = "layers" if own.layers == ENGINE else "norm"
+        yield f"kernels.{name} transformer_engine keeps its weights, which parallel.zero 3 exchanges; give zero 1 or 2"
+    if own.layers != ENGINE:
+        return
+    if parallel.pp > 1:
+        yield f"kernels.layers transformer_engine does not go with parallel.pp {parallel.pp} here; give local"
+    if config.step.fp8 == "none":
+        return
+    if precision.recipe == "rowwise":
+        yield "kernels.layers transformer_engine has no precision.recipe rowwise; give tensorwise or delayed"
+    if config.recompute.granularity != "none":
+        yield (
+            "kernels.layers transformer_engine in fp8 does not go with recompute.granularity "
+            f"{config.recompute.granularity} here; give kernels.layers local"
+        )
+
+
+def _check_shapes(config: TrainConfig) -> Iterator[str]:
+    own, model = config.kernels, config.model
+    if own.gate != "torch" and model.activation != "swiglu":
+        yield f"kernels.gate {own.gate} is for model.activation swiglu, and it is {model.activation}; drop it"
+    if own.rotary != "torch" and (model.position_kind != "rope" or model.is_latent):
+        yield f"kernels.rotary {own.rotary} is for model.position_kind rope without latent attention; drop it"
+    elif own.rotary != "torch" and model.rotary_interleaved:
+        yield f"kernels.rotary {own.rotary} pairs channels by halves; drop it or model.rotary_interleaved"
+    if own.loss != "native" and config.parallel.tp > 1:
+        yield f"kernels.loss {own.loss} needs whole scores, and parallel.tp {config.parallel.tp} divides them; drop it"
+
+
+def _check_torchao(config: TrainConfig) -> Iterator[str]:
+    own, kind, recipe = config.kernels, config.step.fp8, config.precision.recipe
+    if own.fp8 != "torchao" or kind == "none":
+        return
+    if own.layers == ENGINE:
+        yield "kernels.layers transformer_engine brings its own fp8; drop kernels.fp8 torchao"
+    elif (recipe, kind) not in (("tensorwise", "hybrid"), ("rowwise", "e4m3")):
+        yield (
+            f"kernels.fp8 torchao has tensorwise with hybrid and rowwise with e4m3, not {recipe} with {kind}; give "
+            "precision.recipe and step.fp8 so, or drop it"
+        )

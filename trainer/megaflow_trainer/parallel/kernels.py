@@ -1,0 +1,68 @@
+"""Parts of a model that optional packages compute, put on it from outside; their weights must have memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from megaflow_trainer.config.sections import KernelConfig, PrecisionConfig
+from megaflow_trainer.model.attention import Attention
+from megaflow_trainer.model.gpt import GPT, Block
+from megaflow_trainer.model.mlp import Mlp
+from megaflow_trainer.model.norm import LayerNorm, RMSNorm
+from megaflow_trainer.ops.layer_packages import (
+    PARTS,
+    EngineProduct,
+    gate_liger,
+    loss_liger,
+    make_engine_scope,
+    make_norm_kernel,
+    rotate_liger,
+)
+from megaflow_trainer.ops.linear import Linear
+from megaflow_trainer.parallel.mesh import Mesh
+
+
+def list_parts(config: KernelConfig) -> list[tuple[str, str]]:
+    """The parts that packages compute: field and value."""
+    names = [(name, getattr(config, name)) for name in ("layers", "norm", "gate", "rotary", "loss", "fp8")]
+    return [pair for pair in names if pair in PARTS]
+
+
+def is_traceable(config: KernelConfig) -> bool:
+    """Whether compiled graphs can hold all of them."""
+    return all(PARTS[pair].is_traceable for pair in list_parts(config))
+
+
+def apply_kernels(model: GPT, config: KernelConfig, *, has_fp8: bool) -> None:
+    """Let packages compute what the configuration says. Linear layers in fp8 are `apply_fp8`'s, whosever they are."""
+    if config.layers == "transformer_engine" and not has_fp8:
+        for block in [module for module in model.modules() if isinstance(module, Block)]:
+            for layer in [module for module in block.modules() if isinstance(module, Linear)]:
+                layer.product = EngineProduct(layer.weight)
+    for module in model.modules():
+        if config.norm != "torch" and isinstance(module, LayerNorm | RMSNorm):
+            module.kernel = make_norm_kernel(config.norm, module)
+        if config.gate == "liger" and isinstance(module, Mlp):
+            module.multiply_gate = gate_liger
+        if config.rotary == "liger" and isinstance(module, Attention):
+            module.turn = lambda q, k, rotary: rotate_liger(q, k, rotary.cos, rotary.sin)
+    if config.loss == "liger":
+        model.loss = loss_liger
+
+
+def make_scope(
+    kind: str, kernels: KernelConfig, precision: PrecisionConfig, mesh: Mesh
+) -> Callable[[], AbstractContextManager[Any]]:
+    """What is entered around a forward of the model: Transformer Engine's fp8, or nothing."""
+    if kernels.layers != "transformer_engine" or kind == "none":
+        return nullcontext
+    options = {}
+    if precision.recipe == "delayed":
+        options = {
+            "margin": precision.margin,
+            "amax_history_len": precision.history_len,
+            "amax_compute_algo": precision.history_algo,
+        }
+    return make_engine_scope(precision.recipe, kind, mesh.world_group, **options)
