@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.pairs import write_pair
+from helpers.runs import read_curve, run_tiny
+from megaflow.errors import ConfigError
 from megaflow_trainer.ops.attention import ATTENTION, attend_math
 from megaflow_trainer.ops.attention_packages import PACKAGES
 from megaflow_trainer.ops.registry import Entry, Need
+from megaflow_trainer.parallel.mesh import Launch, build_mesh
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,3 +66,70 @@ def test_attention_of_a_package_equals_attention_written_out(
     wanted = [expected, *torch.autograd.grad(expected, wide, grad.float())]
     for one, other in zip(found, wanted, strict=True):
         assert (one.float() - other).abs().max() <= 2e-2 * other.abs().max()
+
+
+def load_bench() -> Any:
+    """benches/gpu/extras.py, which holds the cases."""
+    path = Path(__file__).resolve().parents[3] / "benches" / "gpu" / "extras.py"
+    spec = importlib.util.spec_from_file_location("extras", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["extras"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+BENCH = load_bench()
+
+
+@pytest.mark.filterwarnings("ignore")  # packages, and torch's compiler, warn of themselves
+@pytest.mark.parametrize("case", list(BENCH.list_cases()), ids=lambda case: case.name)
+def test_an_entry_is_as_near_to_fp32_as_its_page_says(case: Any) -> None:
+    row = BENCH.run_case(case, BENCH.SMALL, 0)
+    if "reason" in row:
+        pytest.skip(row["reason"])
+    assert row["error"] <= case.tolerance
+    assert row["native_error"] <= 2e-2
+
+
+RUNS = {
+    "engine": ["--transformer-impl", "transformer_engine"],
+    "engine fp8": ["--transformer-impl", "transformer_engine", "--fp8-hybrid"],
+    "engine fp8 delayed": ["--transformer-impl", "transformer_engine", "--fp8-hybrid", "--fp8-recipe", "delayed"],
+    "engine norms": ["--norm-kernel", "transformer_engine"],
+    "engine attention": ["--attention-backend", "transformer_engine"],
+    "flash_attn_4": ["--attention-backend", "flash_attn_4"],
+    "liger": ["--norm-kernel", "liger", "--gate-kernel", "liger", "--rotary-kernel", "liger", "--loss-kernel", "liger"],
+    "apex norms": ["--norm-kernel", "apex"],
+    "torchao": ["--fp8-hybrid", "--fp8-kernel", "torchao"],
+}
+MODEL = (
+    *("--num-layers", "2", "--hidden-size", "1024", "--num-attention-heads", "8", "--seq-length", "128", "--swiglu"),
+    *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--ffn-hidden-size", "2048"),
+    *("--micro-batch-size", "4", "--global-batch-size", "8", "--train-iters", "8", "--lr", "3e-4", "--bf16"),
+    *("--lr-decay-style", "constant"),
+)
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_pair(tmp_path_factory.mktemp("data") / "toy", num_documents=200, document_tokens=300)
+
+
+@pytest.mark.filterwarnings("ignore")  # packages, and torch's compiler, warn of themselves
+@pytest.mark.parametrize("compiles", ["--compile", "--no-compile"])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_by_a_package_is_near_the_native_run(name: str, compiles: str, prefix: str, tmp_path: Path) -> None:
+    """8 steps, each loss within 2 %; the first, before any step, within 1e-2."""
+    mesh = build_mesh(Launch(), CUDA, "nccl")
+    try:
+        run_tiny(prefix, [*MODEL, *RUNS[name], compiles, "--run-dir", str(tmp_path / "package")], mesh)
+    except ConfigError as error:
+        if "is not installed" in str(error):
+            pytest.skip(str(error))
+        raise
+    run_tiny(prefix, [*MODEL, "--run-dir", str(tmp_path / "native")], mesh)
+    one, other = ([line[1] for line in read_curve(tmp_path / kind)] for kind in ("native", "package"))
+    assert other[0] == pytest.approx(one[0], abs=1e-2)
+    assert other == pytest.approx(one, rel=2e-2)
