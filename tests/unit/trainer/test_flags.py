@@ -22,6 +22,7 @@ from megaflow_trainer.config.stages import own_chunks, split_layers
 from megaflow_trainer.ops.attention import attend_sdpa
 from megaflow_trainer.ops.registry import Entry
 from megaflow_trainer.optim.schedule import build_planner
+from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.context import KINDS as CONTEXT_KINDS
 from megaflow_trainer.parallel.context import GatheredAttention, RingAttention, UlyssesAttention
 from megaflow_trainer.parallel.data import MainGradients
@@ -290,8 +291,11 @@ OWN_TEST = {
     "--distributed-backend": "test_the_backend_is_the_one_asked_for_where_a_gpu_is_at_hand",
 }
 """Flags that one of the tests below observes by itself."""
-FUSED_FLAGS = ("--no-fused-optimizer", "--no-attention-timing")
-"""Flags that test_fused.py and test_attention_timing.py observe."""
+FUSED_FLAGS = (
+    *("--no-fused-optimizer", "--no-attention-timing"),
+    *("--cuda-graph-impl", "--enable-cuda-graph", "--cuda-graph-warmup-steps"),
+)
+"""Flags that test_fused.py, test_attention_timing.py and test_graphs.py observe."""
 EXPERT_FLAGS = (
     *("--moe-token-dispatcher-type", "--moe-shared-expert-overlap", "--moe-expert-kernel", "--moe-grouped-gemm"),
     *("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate", "--moe-pad-expert-input-to-capacity"),
@@ -356,7 +360,8 @@ def test_every_flag_is_in_one_of_the_tables() -> None:
 def test_what_makes_steps_faster_is_handed_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """What both do is in test_accumulate.py."""
     plans: list[Any] = []
-    monkeypatch.setattr(build_module, "parallelize", lambda model, mesh, plan, fill: plans.append(plan))
+    made = ParallelModel(torch.nn.Module(), None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(build_module, "parallelize", lambda model, mesh, plan, fill: plans.append(plan) or made)
     gpu = dataclasses.replace(one_rank(), device=torch.device("cuda"))
     monkeypatch.setattr(build_module, "choose_attention", lambda *_: Entry(name="sdpa", function=attend_sdpa))
     obstacles = [None, None, None, None, None, "no triton"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megaflow_trainer.config import read_command
 from megaflow_trainer.ops.attention import ATTENTION, attend_cudnn, attend_math
 from megaflow_trainer.ops.attention_timing import AttentionShape, time_attention
 from megaflow_trainer.ops.registry import Need
+from megaflow_trainer.parallel.graphs import MicroBatchGraph
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
 from megaflow_trainer.training.kernels import choose_attention, choose_compile
 
@@ -109,3 +111,37 @@ def test_every_usable_kernel_is_timed_and_the_fastest_taken(capsys: pytest.Captu
     assert line.startswith(f" attention at b 4, heads 12/12, s 1024, d 64: {chosen.name} (sdpa ")
     huge = AttentionShape(b=1, n=1, g=1, s=128, d=1024, e=1024)
     assert time_attention(next(entry for entry in ATTENTION if entry.name == "flash"), huge, need) is None
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--no-compile",
+        "--compile",
+        "--no-compile --bf16 --hidden-dropout 0.2",
+        "--compile --bf16 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear",
+        "--no-compile --bf16 --zero-stage 1 --eval-interval 4 --eval-iters 1",
+    ],
+)
+def test_micro_batches_replayed_as_a_cuda_graph_are_those_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str
+) -> None:
+    prefix = write_pair(tmp_path / "toy")
+    words = [*LENGTH, *flags.split()]
+    run_tiny(prefix, [*words, "--run-dir", str(tmp_path / "plain")], one_gpu())
+    replays: list[int] = []
+    keep = MicroBatchGraph.run
+
+    def count(self: MicroBatchGraph, *args: Any) -> Any:
+        results = keep(self, *args)
+        replays.append(self.num_replayed)
+        return results
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MicroBatchGraph, "run", count)
+        run_tiny(prefix, [*words, "--cuda-graph-impl", "local", "--run-dir", str(tmp_path / "graph")], one_gpu())
+    assert replays[-1] == 16 - 3, capsys.readouterr().out
+    exact = "--bf16" not in flags
+    for plain, graph in zip(read_curve(tmp_path / "plain"), read_curve(tmp_path / "graph"), strict=True):
+        assert graph[1] == pytest.approx(plain[1], rel=1e-5 if exact else 1e-3)
+        assert graph[2] == pytest.approx(plain[2], rel=1e-4 if exact else 2e-2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megaflow_trainer.config.sections import ModelConfig
-from megaflow_trainer.model.context import make_context
+from megaflow_trainer.model.context import Places, make_context
 from megaflow_trainer.model.experts import Experts
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.moe import MoE, make_order
@@ -142,7 +142,7 @@ def test_the_gradient_of_the_losses_is_that_of_plain_autograd(router: str, kind:
     _, layer = make(**KINDS[router], balance_kind=kind, aux_loss_scale=0.3, z_loss_scale=0.07)
     x = make_input()
     masks = (torch.rand(B, S, generator=torch.Generator().manual_seed(4)) < 0.7).to(torch.float64)
-    context = make_context(layer.router.config, torch.zeros(B, S), weights=masks)
+    context = make_context(Places(layer.router.config), torch.zeros(B, S), weights=masks)
     layer.router.lift = 2.0
     leaves = [x, layer.router.weight]
     found = torch.autograd.grad((layer(x, context) * 0).sum(), leaves)
@@ -317,7 +317,7 @@ def test_jitter_is_drawn_by_place_in_training_alone() -> None:
     torch.nn.init.ones_(router.weight)
     x, seen = torch.ones(2, S, H), []
     for keys in ([5, 6], [6, 5]):
-        context = make_context(config, torch.zeros(2, S), keys=torch.tensor(keys))
+        context = make_context(Places(config), torch.zeros(2, S), keys=torch.tensor(keys))
         rows = router(x, context)
         seen.append((rows, context))
     from megaflow_trainer.ops.dropout import jitter

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.batch import read_ramp_up, solve_batch
-from megaflow_trainer.config.compiling import find_compile_obstacle
+from megaflow_trainer.config.compiling import check_graphs, find_compile_obstacle
 from megaflow_trainer.config.expert_section import check_experts
 from megaflow_trainer.config.kernel_section import check_kernels
 from megaflow_trainer.config.layout import check_expert_ranks, check_ranks, check_sequence, check_tensor, make_layout
@@ -39,6 +39,7 @@ def find_faults(config: TrainConfig, *, world_size: int) -> list[str]:
         + check_schedule(config.schedule, peak=config.optim.lr)
         + check_data(config)
         + check_precision(config)
+        + check_graphs(config)
         + check_recompute(config)
         + check_kernels(config)
         + check_loading(config)
@@ -294,6 +295,8 @@ def check_recompute(config: TrainConfig) -> list[str]:
 
 def check_device(config: TrainConfig, device: Device) -> list[str]:
     """What a device cannot do that the configuration asks of it."""
+    if config.step.cuda_graph != "none" and device.capability is None:
+        return [f"CUDA graphs (--cuda-graph-impl local) need a GPU, and this run is on {device.name}; drop the flag"]
     if config.step.fp8 == "none":
         return []
     asked = f"fp8 (--fp8-{config.step.fp8})"

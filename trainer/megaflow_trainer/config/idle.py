@@ -126,6 +126,12 @@ _DEPENDENCES = (
     ),
     Dependence(
         "step",
+        ("graph_warmup",),
+        "--cuda-graph-impl local",
+        lambda config: config.step.cuda_graph != "none",
+    ),
+    Dependence(
+        "step",
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
         "--fp16",
         lambda config: config.step.dtype == "fp16",

@@ -273,6 +273,11 @@ class StepConfig:
     is_compiled: bool | None = None
     """Whether every block is compiled by torch.compile: the first step takes longer, all others less (on GPUs, wherever
     it can be, if not given)."""
+    cuda_graph: str = "none"
+    """Whether forward and backward of a micro-batch are one CUDA graph, for models so small that the host is the
+    bottleneck: none or local."""
+    graph_warmup: int = 3
+    """Micro-batches that run as they are before one is recorded as a CUDA graph."""
     accumulates_in_products: bool = True
     """Whether matrix products add weights' gradients to the fp32 main gradients themselves, on GPUs."""
     loss_scale: float | None = None
@@ -292,6 +297,8 @@ class StepConfig:
             + at_least("step", 1, num_micro_batches=self.num_micro_batches)
             + one_of("step", ("fp32", "bf16", "fp16", "fp64"), dtype=self.dtype)
             + one_of("step", ("none", "hybrid", "e4m3"), fp8=self.fp8)
+            + one_of("step", ("none", "local"), cuda_graph=self.cuda_graph)
+            + at_least("step", 1, graph_warmup=self.graph_warmup)
             + at_least("step", 1, loss_scale=self.loss_scale, initial_loss_scale=self.initial_loss_scale)
             + at_least("step", 1, min_loss_scale=self.min_loss_scale, hysteresis=self.hysteresis)
             + at_least("step", 1, loss_scale_window=self.loss_scale_window)

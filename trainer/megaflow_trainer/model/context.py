@@ -28,8 +28,27 @@ class Context:
     weights: Tensor | None = None
 
 
+class Places:
+    """Positions and rotary tables on the device, made once for each length: making them in every micro-batch would let
+    the host wait for the device, which copies from memory that is not pinned.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.kept: dict[tuple[int, torch.device, int | None], tuple[Tensor | None, Tensor, Rotary | None]] = {}
+
+    def find(self, length: int, device: torch.device, positions: Tensor | None = None) -> tuple[Tensor, Rotary | None]:
+        """Places on the device, int64 `[s]`, and their table; 0, 1, ... without `positions`, which are not changed."""
+        key = (length, device, None if positions is None else id(positions))
+        if key not in self.kept:
+            places = torch.arange(length) if positions is None else positions
+            made = places.to(device), make_rotary(self.config, places, device)
+            self.kept[key] = (positions, *made)  # which keeps the tensor alive, and so its id its own
+        return self.kept[key][1:]
+
+
 def make_context(
-    config: ModelConfig,
+    places: Places,
     tokens: Tensor,
     *,
     keys: Tensor | None = None,
@@ -40,7 +59,7 @@ def make_context(
     """The context of a micro-batch.
 
     Args:
-        config: the model's.
+        places: the model's.
         tokens: `[b, s]`, on the model's device.
         keys: int64 `[b]`, one number a sample from which its dropout follows; 0, 1, ... if not given.
         positions: int64 `[s]` on the CPU, place of each token in its sample; 0, 1, ... if not given.
@@ -48,8 +67,8 @@ def make_context(
             Needed where the configuration resets positions or attention at their bounds.
         weights: float32 `[b, s]`, how much each token counts in the loss; all alike if not given.
     """
-    places = torch.arange(tokens.shape[1]) if positions is None else positions
-    found, rows = places.to(tokens.device), None
+    config = places.config
+    (found, rotary), rows = places.find(tokens.shape[1], tokens.device, positions), None
     if config.has_noise:
         keys = torch.arange(tokens.shape[0], device=tokens.device) if keys is None else keys
         rows = number_rows(keys, found)  # by the place in the sample: documents in one sample drop differently
@@ -60,10 +79,10 @@ def make_context(
         if positions is None:  # made here, so that blocks that are compiled find it made
             seen.make_mask(0, tokens.shape[1], tokens.shape[1], config.window)
     if not config.resets_positions:
-        return Context(found, make_rotary(config, places, tokens.device), rows, seen, weights)
+        return Context(found, rotary, rows, seen, weights)
     assert documents is not None, "given where the configuration asks for it"
     found = place_in_documents(documents).index_select(1, found)  # [b, s]
-    table = make_rotary(config, torch.arange(documents.shape[1]), tokens.device)
+    table = places.find(documents.shape[1], tokens.device)[1]
     return Context(found, None if table is None else table.take(found), rows, seen, weights)
 
 

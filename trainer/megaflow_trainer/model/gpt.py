@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.attention import Attention, LatentAttention
-from megaflow_trainer.model.context import Context, Dropout, make_context
+from megaflow_trainer.model.context import Context, Dropout, Places, make_context
 from megaflow_trainer.model.mlp import Mlp
 from megaflow_trainer.model.moe import MoE
 from megaflow_trainer.model.norm import make_norm
@@ -80,7 +80,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, sockets: Sockets) -> None:
         super().__init__()
         assert config.vocab_size is not None, "known once the data are open"
-        self.config = config
+        self.config, self.places = config, Places(config)
         self.vocab_size = config.vocab_size
         self.embedding = nn.Embedding(config.vocab_rows, config.hidden_dim)
         self.positions = None
@@ -123,7 +123,7 @@ class GPT(nn.Module):
             weights: float32 `[b, s]`, with which the losses will be summed; backward must then be of that sum.
             mask: float32 `[b, s]`, how much each token counts in the losses of routers; all alike if not given.
         """
-        context = make_context(self.config, tokens, keys=keys, positions=positions, documents=documents, weights=mask)
+        context = make_context(self.places, tokens, keys=keys, positions=positions, documents=documents, weights=mask)
         return self.compute_loss(self.run_blocks(self.embed(tokens, context), context), labels, context, weights)
 
     def embed(self, tokens: Tensor, context: Context) -> Tensor:
@@ -179,7 +179,7 @@ class GPT(nn.Module):
 
     def compute_logits(self, tokens: Tensor) -> Tensor:
         """Scores over the padded vocabulary, `[b, s, v]`."""
-        context = make_context(self.config, tokens)
+        context = make_context(self.places, tokens)
         return self.project(self.norm(self.run_blocks(self.embed(tokens, context), context)))
 
     def project(self, x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from megaflow_trainer.parallel.data import DataOptions, MainGradients
 from megaflow_trainer.parallel.expert import shard_experts
 from megaflow_trainer.parallel.fsdp import DividedGradients, divide_weights
 from megaflow_trainer.parallel.fusion import Compiler, accumulate_in_products, can_accumulate, compile_blocks
+from megaflow_trainer.parallel.graphs import MicroBatchGraph
 from megaflow_trainer.parallel.kernels import apply_kernels, is_traceable, make_scope
 from megaflow_trainer.parallel.load import ExpertLoad
 from megaflow_trainer.parallel.mesh import Mesh
@@ -57,6 +58,8 @@ class ParallelModel:
     """Layers whose products are in fp8, if any are to be."""
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What is entered around forward."""
+    graph: MicroBatchGraph | None = None
+    """Replays forward and backward of micro-batches, if that is asked for."""
 
     @property
     def side_losses(self) -> dict[str, tuple[Tensor, Tensor]]:

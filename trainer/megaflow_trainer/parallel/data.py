@@ -21,7 +21,8 @@ than the layers around them have buckets of their own, which travel among the ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +68,7 @@ class MainGradients:
         self.buckets = make_buckets(named, parts, options.bucket_size, mesh, is_divided=options.zero > 0)
         is_divided = any(bucket.sharers.divisor > 1 for bucket in self.buckets)
         self.parameters: list[MainParameter] = []
-        self.num_micro_batches, self.num_sent = 1, 0
+        self.num_micro_batches, self.num_sent, self.is_held = 1, 0, False
         for bucket in self.buckets:
             self._give_memory(bucket)
         order = {name: number for number, (name, _) in enumerate(named)}
@@ -102,6 +103,8 @@ class MainGradients:
         def take(weight: Tensor) -> None:
             if weight.grad is not None:  # else the product has added it itself
                 self._add(bucket, slot)
+            if self.is_held:
+                return
             slot.missing -= 1
             bucket.waiting -= slot.missing == 0
             if bucket.waiting == 0:
@@ -182,6 +185,23 @@ class MainGradients:
             bucket.received = None
         if self.options.zero == 2:
             bucket.full = None
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Meanwhile gradients are added, and neither counted nor sent: for backwards that are recorded to run again.
+        `reduce` sends what was not counted.
+        """
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
+
+    def forget_loose(self) -> None:
+        """Drop gradients that a backward left outside of the buffers when it failed."""
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                slot.weight.grad = None
 
     def sweep(self) -> None:
         """Take in gradients left by a backward that runs no hooks."""

@@ -100,7 +100,7 @@ class Chunk(nn.Module):
         options = {"keys": keys, "positions": self.positions, "documents": documents, "weights": weights}
         with keep_saved(self.saved):
             model = self._model[0]
-            return self._compute(model, x, labels, make_context(model.config, labels, **options))
+            return self._compute(model, x, labels, make_context(model.places, labels, **options))
 
     def _compute(self, model: GPT, x: Tensor, labels: Tensor, context: Context) -> Tensor:
         if self.is_first:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from megaflow_trainer.training.data import RunData, sampler_of
 from megaflow_trainer.training.documents import Documents
 from megaflow_trainer.training.feed import Feed
 from megaflow_trainer.training.guards import Guard
-from megaflow_trainer.training.kernels import choose_attention, choose_compile
+from megaflow_trainer.training.kernels import choose_attention, choose_compile, choose_graph
 from megaflow_trainer.training.manifest import Origin, describe_data, write_manifest
 from megaflow_trainer.training.preflight import describe_needs, refuse_parts
 from megaflow_trainer.training.resume import resume_or_start
@@ -150,7 +151,8 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         seq_len=config.data.seq_len,
         measure_every=config.log.every * config.step.sizes.num_micro_batches,
     )
-    return parallelize(model, mesh, plan, None if mesh.device.type == "meta" else fill)
+    made = parallelize(model, mesh, plan, None if mesh.device.type == "meta" else fill)
+    return dataclasses.replace(made, graph=choose_graph(config, mesh, made.gradients))
 
 
 def _can_accumulate(config: TrainConfig, mesh: Mesh) -> bool:

@@ -1,4 +1,4 @@
-"""What a run computes with on its device: the attention kernel, and whether blocks are compiled."""
+"""What a run computes with on its device: the attention kernel, compiled blocks, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from megaflow_trainer.ops.attention import ATTENTION
 from megaflow_trainer.ops.attention_timing import AttentionShape, choose_by_time, time_attention
 from megaflow_trainer.ops.registry import Entry, Need, choose
 from megaflow_trainer.parallel.collectives import do_on_first
+from megaflow_trainer.parallel.data import MainGradients
+from megaflow_trainer.parallel.fsdp import DividedGradients
+from megaflow_trainer.parallel.graphs import CudaRecorder, MicroBatchGraph
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training.say import say
 
@@ -79,3 +82,18 @@ def find_compiler_obstacle(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < (7, 0):
         return f"triton needs compute capability 7.0, and {torch.cuda.get_device_name(device)} has less"
     return None
+
+
+def choose_graph(
+    config: TrainConfig, mesh: Mesh, gradients: MainGradients | DividedGradients
+) -> MicroBatchGraph | None:
+    """What replays micro-batches, if that is asked for."""
+    if config.step.cuda_graph == "none" or mesh.device.type == "meta":
+        return None
+    assert isinstance(gradients, MainGradients), "checked with the configuration"
+    return MicroBatchGraph(
+        gradients,
+        CudaRecorder(mesh.device),
+        num_warmup=config.step.graph_warmup,
+        tell=lambda why: say(mesh, f" note: {why}"),
+    )

@@ -15,6 +15,7 @@ from megaflow_trainer.optim.schedule import StepPlan
 from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.busy import StepSpans
 from megaflow_trainer.parallel.collectives import sum_over
+from megaflow_trainer.parallel.graphs import MicroBatchGraph
 from megaflow_trainer.parallel.load import LoadReport
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.pipeline import MicroBatch, Pipeline
@@ -89,15 +90,21 @@ def train_step(
         feed.prepare()
     for number in range(0 if model.pipeline is not None else plan.num_micro_batches):
         batch = take_own(model, feed.next())
+        numbers = _number_samples(plan, number, mesh, config)
+        if model.graph is not None:
+            with clock.phase(BACKWARD):  # forward too: both are one graph
+                loss_sum, by_sample = replay_losses(model, model.graph, batch, numbers)
+        else:
+            with clock.phase(FORWARD):
+                loss_sum, by_sample = sum_losses(model, batch, numbers, lift)
+            with clock.phase(BACKWARD):
+                (loss_sum if lift == 1 else loss_sum * lift).backward()
         with clock.phase(FORWARD):
-            loss_sum, by_sample = sum_losses(model, batch, _number_samples(plan, number, mesh, config), lift)
             totals[0].add_(loss_sum.detach())
             totals[1].add_(batch.num_tokens)  # a scalar: a tensor made of it would wait for the device
             sides.add(model.side_losses, batch.mask)
             report.sample_ids += batch.sample_ids
             report.sample_losses.append(by_sample)
-        with clock.phase(BACKWARD):
-            (loss_sum if lift == 1 else loss_sum * lift).backward()
         feed.prepare()
     with clock.phase(COMMUNICATION):
         sum_over(totals, mesh.loss_group, mesh.meter("world"))
@@ -161,6 +168,23 @@ def sum_losses(
     losses = model(batch.tokens, batch.labels, keys, weights, batch.documents, batch.mask)  # [b, s]
     masked = losses if batch.mask is None else losses * mask
     return masked.sum(), torch.stack([masked.detach().sum(dim=1), mask.sum(dim=1)])
+
+
+def replay_losses(
+    model: ParallelModel, graph: MicroBatchGraph, batch: DeviceBatch, keys: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`sum_losses` and its backward as one graph; both results are detached."""
+
+    def work(inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        tokens, labels, mask, keys = inputs
+        assert tokens is not None, "as given"
+        assert labels is not None, "as given"
+        loss_sum, by_sample = sum_losses(model, DeviceBatch(tokens, labels, mask, 0.0), keys)
+        loss_sum.backward()
+        return loss_sum.detach(), by_sample
+
+    loss_sum, by_sample = graph.run(work, (batch.tokens, batch.labels, batch.mask, keys))
+    return loss_sum, by_sample
 
 
 def take_own(model: ParallelModel, batch: DeviceBatch) -> DeviceBatch:
