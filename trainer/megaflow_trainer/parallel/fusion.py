@@ -81,7 +81,9 @@ def can_accumulate(gradients: MainGradients) -> bool:
     return gradients.options.zero < 2 and (is_wider or gradients.dtype.itemsize == 2)
 
 
-def accumulate_in_products(model: GPT, gradients: MainGradients, *, compiler: Compiler | None, has_loss: bool) -> None:
+def accumulate_in_products(
+    model: GPT, gradients: MainGradients, *, compiler: Compiler | None, has_loss: bool = True
+) -> None:
     """Let linear layers of blocks add to the main gradients, and in a compiled model the output projection too, where
     this rank has the native loss as a whole (`has_loss`).
     """
