@@ -55,7 +55,8 @@ class Ledger:
         with self.clock.phase(LOG):
             values, names = _collect(report)
         self._entries.append(_Entry(step, consumed, report, self.clock.end_step(), values, names))
-        return self._take(keep=1 if report.loss.is_cuda else 0)
+        with self.clock.phase(LOG):
+            return self._take(keep=1 if report.loss.is_cuda else 0)
 
     def flush(self) -> list[StepResult]:
         """The results of all steps so far; waits for the device."""

@@ -99,8 +99,9 @@ def train_step(
                 loss_sum, by_sample = sum_losses(model, batch, numbers, lift)
             with clock.phase(BACKWARD):
                 (loss_sum if lift == 1 else loss_sum * lift).backward()
+                loss_sum = loss_sum.detach()  # its graph is cleared away here, not somewhere between phases
         with clock.phase(FORWARD):
-            totals[0].add_(loss_sum.detach())
+            totals[0].add_(loss_sum)
             totals[1].add_(batch.num_tokens)  # a scalar: a tensor made of it would wait for the device
             sides.add(model.side_losses, batch.mask)
             report.sample_ids += batch.sample_ids
