@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from helpers.runs import TINY, one_rank
-from megaflow.errors import MegaflowError
+from megaflow.errors import ConfigError, MegaflowError
 from megaflow_trainer.config import TrainConfig, read_command
 from megaflow_trainer.config.layout import Layout, make_layout
 from megaflow_trainer.model.gpt import GPT
 from megaflow_trainer.model.moe import MoE
-from megaflow_trainer.ops.grouped import GROUPED, LOOP
+from megaflow_trainer.ops.grouped import GROUPED, LOOP, choose_product
 from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.expert import AllGather, AllToAll, shard_experts
 from megaflow_trainer.parallel.shards import ShardMap
-from megaflow_trainer.training.build import build_model
+from megaflow_trainer.training.build import build_model, count_rows_per_expert
 
 
 def configure(flags: str, world_size: int = 1) -> TrainConfig:
@@ -54,6 +54,68 @@ def test_experts_are_multiplied_as_the_flag_says() -> None:
     assert found == [LOOP, LOOP, GROUPED, GROUPED]
     with pytest.raises(MegaflowError, match="cannot run on cpu in float64; use bf16, or --moe-expert-kernel loop"):
         build("--moe-grouped-gemm --fp64")
+
+
+@pytest.mark.parametrize(
+    "dtype, fits, odd", [(torch.bfloat16, (64, 24), (64, 20)), (torch.float32, (64, 20), (30, 20))]
+)
+def test_widths_that_the_grouped_kernel_cannot_read_are_multiplied_one_by_one(
+    dtype: torch.dtype, fits: tuple[int, int], odd: tuple[int, int]
+) -> None:
+    gpu = torch.device("cuda")
+    assert choose_product("auto", gpu, torch.bfloat16, rows_per_group=9, widths=(64, 24)) is GROUPED
+    assert choose_product("auto", gpu, torch.bfloat16, rows_per_group=9, widths=(64, 20)) is LOOP
+    rows, ends = torch.ones(5, fits[0], dtype=dtype), torch.tensor([2, 5], dtype=torch.int32)
+    assert GROUPED.multiply(rows, torch.ones(2, *fits, dtype=dtype), ends, is_transposed=False).shape == (5, fits[1])
+    with pytest.raises(RuntimeError, match="multiple of 16 bytes"):  # what torch says of them
+        GROUPED.multiply(rows.new_ones(5, odd[0]), rows.new_ones(2, *odd), ends, is_transposed=False)
+    with pytest.raises(ConfigError, match=rf"multiples of {16 // dtype.itemsize} in .* {odd[0]} .*by {odd[1]} "):
+        choose_product("grouped", torch.device("cpu"), dtype, rows_per_group=9, widths=odd)
+    assert choose_product("grouped", torch.device("cpu"), dtype, rows_per_group=9, widths=fits) is GROUPED
+
+
+@pytest.mark.parametrize(
+    "flags, world, rows",
+    [
+        ("", 1, 16.0),  # 2 x 16 tokens, 2 choices, 4 experts
+        ("--expert-model-parallel-size 2", 2, 32.0),
+        ("--expert-model-parallel-size 4 --num-experts 8", 4, 32.0),
+        ("--tensor-model-parallel-size 2", 2, 16.0),
+        ("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", 2, 8.0),
+        ("--context-parallel-size 2", 2, 8.0),
+        ("--tensor-model-parallel-size 2 --expert-model-parallel-size 2", 4, 32.0),
+    ],
+)
+def test_rows_of_an_expert_are_those_of_all_ranks_that_share_it(flags: str, world: int, rows: float) -> None:
+    config = configure(f"--micro-batch-size 2 {flags}", world_size=world)
+    layout = make_layout(config.parallel, world_size=world)
+    assert count_rows_per_expert(config, layout) == rows
+    tokens = 2 * 16 * layout.dp  # of the stage, each of which makes 2 choices on etp ranks
+    ranks = layout.ep * layout.etp * layout.edp
+    assert rows * (config.model.num_experts or 0) / layout.ep * ranks == tokens * 2 * layout.etp
+
+
+@pytest.mark.parametrize(
+    "flags, is_idle",
+    [("", False), ("--moe-token-dispatcher-type allgather", True), ("--expert-model-parallel-size 1", True)],
+)
+def test_a_shared_expert_that_cannot_be_computed_meanwhile_is_said(flags: str, is_idle: bool) -> None:
+    words = "--expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 8 --moe-shared-expert-overlap"
+    _, notes = read_command(
+        [*TINY, "--train-iters", "1", "--data-path", "x", "--num-experts", "4", *words.split(), *flags.split()],
+        world_size=2,
+    )
+    found = [note for note in notes if "alltoall among ranks that share experts" in note]
+    assert len(found) == is_idle, notes
+
+
+def test_a_rank_that_gets_no_rows_multiplies_none() -> None:
+    matrices = torch.ones(2, 8, 16, requires_grad=True)
+    for product in (LOOP, GROUPED):
+        rows = torch.ones(0, 8, requires_grad=True)
+        y = product.multiply(rows, matrices, product.prepare(torch.tensor([0, 0])), is_transposed=False)
+        grads = torch.autograd.grad(y, (rows, matrices), torch.ones(0, 16))
+        assert (tuple(y.shape), grads[0].shape, grads[1].abs().sum().item()) == ((0, 16), rows.shape, 0)
 
 
 def test_biases_of_routers_move_by_their_rate() -> None:

@@ -61,7 +61,8 @@ class ExpertConfig:
     pads_to_capacity: bool = False
     """Whether each expert gets as many rows as it may take, so that sizes are the same in every step."""
     expert_kernel: str = "auto"
-    """Products of the experts: loop (one expert after the other), grouped (one call), or auto (grouped on GPUs)."""
+    """Products of the experts: loop (one expert after the other), grouped (one call), or auto (on GPUs in bf16 grouped
+    where experts get few rows)."""
 
     def count_capacity(self, num_tokens: int) -> int:
         """Rows that an expert takes of `num_tokens` tokens."""

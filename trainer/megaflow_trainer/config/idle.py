@@ -94,6 +94,15 @@ _DEPENDENCES = (
         lambda config: config.model.shared_dim is not None,
     ),
     Dependence(
+        "parallel",
+        ("overlaps_shared",),
+        "--moe-token-dispatcher-type alltoall among ranks that share experts",
+        lambda config: (
+            config.parallel.ep * (config.parallel.etp or config.parallel.tp) > 1
+            and config.parallel.dispatcher == "alltoall"
+        ),
+    ),
+    Dependence(
         "schedule",
         ("wsd_steps", "wsd_samples", "wsd_style"),
         "--lr-decay-style WSD",

@@ -23,6 +23,7 @@ from megaflow_trainer.ops.accumulate import add_product_
 
 ROWS_FOR_LOOP = 1024
 """Rows of a group from which `auto` takes the loop on a GPU."""
+_LINE_BYTES = 16  # what the grouped kernel reads at once
 
 
 class _Loop(torch.autograd.Function):
@@ -110,19 +111,36 @@ LOOP = Product("loop", Tensor.tolist, multiply_loop, True)
 GROUPED = Product("grouped", _find_ends, multiply_grouped, False)
 
 
-def choose_product(wanted: str, device: torch.device, dtype: torch.dtype, *, rows_per_group: float) -> Product:
+def choose_product(
+    wanted: str, device: torch.device, dtype: torch.dtype, *, rows_per_group: float, widths: Sequence[int]
+) -> Product:
     """The product that the configuration names; `auto` is grouped on GPUs in bf16 if groups have few rows on average.
 
+    Args:
+        wanted: auto, loop or grouped.
+        device: of the experts.
+        dtype: of rows and matrices.
+        rows_per_group: expected, on average.
+        widths: the numbers of inputs and outputs of the products on this rank; the grouped kernel reads 16 bytes at
+            once, so its rows have a multiple of that.
+
     Raises:
-        ConfigError: if the grouped product cannot run on this device in this dtype.
+        ConfigError: if the grouped product cannot run on this device in this dtype or with these widths.
     """
-    can_group = hasattr(F, "grouped_mm") and dtype in (torch.bfloat16, torch.float32)
-    if device.type == "cuda":
-        can_group = can_group and dtype == torch.bfloat16
+    dtypes = (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float32)
+    can_group = hasattr(F, "grouped_mm") and dtype in dtypes
     if wanted == "grouped" and not can_group:
         raise ConfigError(
             f"the grouped product of experts cannot run on {device.type} in {str(dtype).removeprefix('torch.')}; use "
             "bf16, or --moe-expert-kernel loop"
         )
+    step = _LINE_BYTES // dtype.itemsize
+    odd = [width for width in widths if width % step]
+    if wanted == "grouped" and odd:
+        raise ConfigError(
+            f"the grouped product of experts needs widths that are multiples of {step} in "
+            f"{str(dtype).removeprefix('torch.')}, and a rank's experts are {widths[0]} (hidden size) by {widths[1]} "
+            "(their width over the ranks that share one) wide; choose other ones, or --moe-expert-kernel loop"
+        )
     is_small = device.type == "cuda" and rows_per_group < ROWS_FOR_LOOP
-    return GROUPED if wanted == "grouped" or (wanted == "auto" and can_group and is_small) else LOOP
+    return GROUPED if wanted == "grouped" or (wanted == "auto" and can_group and not odd and is_small) else LOOP

@@ -1,6 +1,6 @@
 """The load of experts over all ranks: counted by routers as they choose, added up once a step, and what it moves.
 
-Communication: one all-reduce of [layers, e + 3] float64 numbers (counts are exact below 2^53) over all ranks, in steps
+Communication: one all-reduce of [layers, e + 4] float64 numbers (counts are exact below 2^53) over all ranks, in steps
 that are logged, and in all where biases move. Every rank counts tokens that no other rank of its stage routes, and the
 layers of a stage are on no other, so that the sum over all ranks counts each choice of the model once.
 

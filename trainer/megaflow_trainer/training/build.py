@@ -14,6 +14,7 @@ from megaflow_trainer.checkpoint.held import hold
 from megaflow_trainer.checkpoint.initial import describe_source, fill_weights, read_weights
 from megaflow_trainer.config.batch import batch_phases
 from megaflow_trainer.config.cost_table import choose_parts
+from megaflow_trainer.config.layout import Layout
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.config.stages import describe_stages
 from megaflow_trainer.model.gpt import GPT, build_gpt
@@ -123,9 +124,13 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     attention = choose_attention(config, mesh, need)
     refuse_parts(config.kernels, mesh.device)
     kept = torch.promote_types(dtype, torch.float32) if config.parallel.zero == 3 else dtype
-    rows = config.step.sizes.micro_batch_size * config.data.seq_len * config.model.router_top_k
-    per_group = rows / (config.model.num_experts or 1) / mesh.layout.cp
-    product = choose_product(config.model.expert_kernel, mesh.device, dtype, rows_per_group=per_group)
+    product = choose_product(
+        config.model.expert_kernel,
+        mesh.device,
+        dtype,
+        rows_per_group=count_rows_per_expert(config, mesh.layout),
+        widths=(config.model.hidden_dim, config.model.expert_width // mesh.layout.etp),
+    )
     sockets = Sockets(attention=attention.function, product=product)
     model = build_gpt(config.model, sockets, device=torch.device("meta"), dtype=kept)
 
@@ -153,6 +158,15 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     )
     made = parallelize(model, mesh, plan, None if mesh.device.type == "meta" else fill)
     return dataclasses.replace(made, graph=choose_graph(config, mesh, made.gradients))
+
+
+def count_rows_per_expert(config: TrainConfig, layout: Layout) -> float:
+    """Rows of a micro-batch that an expert gets on average: every rank routes a part of its tokens, and all ranks that
+    share a layer's experts send it theirs. In a dense model as if there was one.
+    """
+    routed = config.step.sizes.micro_batch_size * config.data.seq_len / (layout.cp * layout.tp)
+    chosen = config.model.router_top_k / (config.model.num_experts or 1)
+    return routed * chosen * layout.ep * layout.etp
 
 
 def _can_accumulate(config: TrainConfig, mesh: Mesh) -> bool:
