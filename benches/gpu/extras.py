@@ -29,6 +29,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python")]
 
+from megaflow_trainer.config.sections import OptimConfig  # noqa: E402
 from megaflow_trainer.model.mlp import multiply_gate  # noqa: E402
 from megaflow_trainer.model.norm import LayerNorm, RMSNorm  # noqa: E402
 from megaflow_trainer.model.rope import Rotary, rotate_both  # noqa: E402
@@ -48,6 +49,8 @@ from megaflow_trainer.ops.layer_packages import (  # noqa: E402
 )
 from megaflow_trainer.ops.linear import Linear, Product  # noqa: E402
 from megaflow_trainer.ops.registry import Entry, Need  # noqa: E402
+from megaflow_trainer.optim.optimizer import Optimizer  # noqa: E402
+from megaflow_trainer.parallel.buckets import MainParameter  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 WIDE = {"batch": 8, "length": 2048, "width": 2048, "inner": 8192, "heads": 16, "vocab": 50304}
@@ -66,6 +69,7 @@ class Way:
         main_grads: by position of the weight.
         scope: what is entered around forward.
         prepare: is called after a first forward and backward.
+        reset: takes back what forward has changed.
     """
 
     forward: Callable[..., Any]
@@ -74,6 +78,7 @@ class Way:
     main_grads: dict[int, Tensor] = field(default_factory=dict)
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepare: Callable[[], None] = lambda: None
+    reset: Callable[[], None] = lambda: None
 
     def run(self) -> list[Tensor]:
         """Result and gradients, after `clear`."""
@@ -87,7 +92,8 @@ class Way:
         return [*(y.detach() for y in results), *grads]  # type: ignore[list-item]
 
     def clear(self) -> None:
-        """Forget gradients."""
+        """Forget gradients and what forward has changed."""
+        self.reset()
         for tensor in [*self.inputs, *self.weights]:
             tensor.grad = None
         for grad in self.main_grads.values():
@@ -256,6 +262,37 @@ def rotary_case() -> Case:
     return Case("liger: rotary", 1e-2, lambda _: PARTS["rotary", "liger"].find_obstacle(DEVICE), make)
 
 
+def adam_case() -> Case:
+    """A step of AdamW: masters, gradients and moments in fp32, the weights of one block."""
+
+    def make(sizes: dict[str, int]) -> tuple[Way, Way, Way]:
+        h, f = sizes["width"], sizes["inner"]
+        shapes = [(3 * h, h), (h, h), (f, h), (h, f), (h,), (f,)]
+
+        def build(kernel: str) -> Way:
+            weights = [draw(*shape, scale=0.02, seed=seed).detach().float() for seed, shape in enumerate(shapes)]
+            grads = [draw(*shape, seed=9 + seed).detach().float() for seed, shape in enumerate(shapes)]
+            named = zip(weights, grads, strict=True)
+            mains = [MainParameter(f"blocks.{n}.weight", w, g, w.dim() > 1) for n, (w, g) in enumerate(named)]
+            optimizer = Optimizer(mains, OptimConfig(), kernel=kernel)
+
+            def step() -> tuple[Tensor, ...]:
+                optimizer.step(1e-3, 0.1)
+                return tuple(w.clone().requires_grad_() for w in weights)
+
+            first = [weight.clone() for weight in weights]
+
+            def reset() -> None:
+                torch._foreach_copy_(weights, first)
+                torch._foreach_zero_(list(optimizer.list_tensors().values()))
+
+            return Way(step, [], reset=reset)
+
+        return build("native"), build("apex"), build("native")
+
+    return Case("apex: AdamW", 1e-5, lambda _: PARTS["adam", "apex"].find_obstacle(DEVICE), make)
+
+
 def loss_case() -> Case:
     """Cross entropy with the output projection."""
 
@@ -292,6 +329,7 @@ def list_cases() -> Iterator[Case]:
         yield norm_case(package, LayerNorm)
     yield gate_case()
     yield rotary_case()
+    yield adam_case()
     yield loss_case()
 
 

@@ -145,7 +145,7 @@ def install_liger(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def install_apex(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """apex's norms; the list says what was called."""
+    """apex's norms and its AdamW; the list says what was called."""
     called: list[str] = []
 
     def rms(x: Tensor, weight: Tensor, shape: tuple[int, ...], eps: float) -> Tensor:
@@ -156,8 +156,32 @@ def install_apex(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         called.append("layer")
         return F.layer_norm(x, shape, weight, bias, eps)
 
+    def adam(
+        chunk: int,
+        skip: Tensor,
+        lists: list[list[Tensor]],
+        lr: Tensor,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        *rest: Any,
+    ) -> None:
+        step, decoupled, corrected, decay, scale = rest
+        assert (skip.dtype, step.dtype, decoupled, corrected, scale.item()) == (torch.int32, torch.int32, 1, 1, 1.0)
+        called.append("adam")
+        if skip.item():
+            return
+        for g, p, m, v in zip(*lists, strict=True):
+            m.lerp_(g, 1 - beta1)
+            v.lerp_(g * g, 1 - beta2)
+            root = (v / (1 - beta2 ** step.item())).sqrt() + eps
+            p.copy_(p * (1 - lr * decay) - lr * (m / (1 - beta1 ** step.item())) / root)
+
     install(
         monkeypatch,
+        amp_C__multi_tensor_adam_capturable=adam,
+        apex__multi_tensor_apply__multi_tensor_applier=lambda op, *args: op(65536, *args),
+        fused_layer_norm_cuda__forward_affine=None,
         apex__normalization__fused_layer_norm__fused_rms_norm_affine=rms,
         apex__normalization__fused_layer_norm__fused_layer_norm_affine=layer,
     )

@@ -307,7 +307,15 @@ FP8_FLAGS = (
 )
 """Flags that test_fp8.py observes."""
 KERNEL_FLAGS = (
-    *("--transformer-impl", "--norm-kernel", "--gate-kernel", "--rotary-kernel", "--loss-kernel", "--fp8-kernel"),
+    *(
+        "--transformer-impl",
+        "--norm-kernel",
+        "--gate-kernel",
+        "--rotary-kernel",
+        "--loss-kernel",
+        "--fp8-kernel",
+        "--adam-kernel",
+    ),
 )
 """Flags that test_layer_packages.py observes."""
 DATA_FLAGS = (

@@ -61,6 +61,9 @@ CASES: dict[str, tuple[list[str], list[str], Callable[[pytest.MonkeyPatch], list
     "liger rotary": (["--rotary-kernel", "liger"], LLAMA, install_liger, {"rope"}),
     "liger loss": (["--loss-kernel", "liger"], LLAMA, install_liger, {"loss"}),
     "apex norms": (["--norm-kernel", "apex"], [], install_apex, {"layer"}),
+    "apex adam": (["--adam-kernel", "apex"], [], install_apex, {"adam"}),
+    "apex adam bf16": (["--adam-kernel", "apex"], ["--bf16"], install_apex, {"adam"}),
+    "apex adam narrow": (["--adam-kernel", "apex"], ["--exp-avg-dtype", "bf16"], install_apex, set()),
     "apex rms norms": (["--norm-kernel", "apex"], LLAMA, install_apex, {"rms"}),
 }
 
@@ -126,6 +129,25 @@ def test_the_engines_fp8_is_entered_around_each_forward(
     assert entered == []
 
 
+def test_a_bad_step_changes_nothing_by_apex_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = install_apex(monkeypatch)
+    words = [*TINY, "--train-iters", "1", "--data-path", "x", "--adam-kernel", "apex"]
+    monkeypatch.setattr(build, "refuse_parts", lambda *_: None)
+    config = read_command(words, world_size=1)[0]
+    model = build.build_model(config, one_rank())
+    optimizer = build.build_optimizer(model, config)
+    assert optimizer.skips_on_device
+    before = [weight.detach().clone() for weight in model.module.parameters()]
+    for skip in (1.0, 0.0):
+        for gradient in model.gradients.kept:  # type: ignore[union-attr]
+            gradient.fill_(1.0)
+        optimizer.step(1e-2, 0.1, found_inf=torch.tensor(skip))
+        same = [torch.equal(old, new) for old, new in zip(before, model.module.parameters(), strict=True)]
+        assert same == [bool(skip)] * len(same)
+    assert {value.item() for name, value in optimizer.list_tensors().items() if name.startswith("step.")} == {1.0}
+    assert called == ["adam"] * 4, "two groups, with and without decay"
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_torchao_takes_the_layers_that_fp8_is_for(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "FP8_WIDTH", 32)
@@ -164,6 +186,7 @@ FLAGS = {
     ("gate", "liger"): ["--gate-kernel", "liger", *LLAMA],
     ("rotary", "liger"): ["--rotary-kernel", "liger", *LLAMA],
     ("loss", "liger"): ["--loss-kernel", "liger"],
+    ("adam", "apex"): ["--adam-kernel", "apex"],
     ("fp8", "torchao"): ["--fp8-kernel", "torchao", "--bf16", "--fp8-hybrid"],
 }
 
@@ -192,6 +215,8 @@ def test_a_part_that_cannot_be_had_is_refused_before_data_are_opened(
         ([*ENGINE, "--bf16", "--fp8-hybrid", "--recompute-activations"], "does not go with recompute.granularity"),
         ([*ENGINE, "--bf16", "--fp8-hybrid", "--fp8-kernel", "torchao"], "transformer_engine brings its own fp8"),
         (["--norm-kernel", "apexx"], "must be one of torch, liger, apex, transformer_engine, got 'apexx'"),
+        (["--adam-kernel", "apex", "--optimizer", "lion"], "apex is for optim.kind"),
+        (["--adam-kernel", "apex", "--optimizer-cpu-offload"], "apex is for optim.kind"),
         (["--gate-kernel", "liger"], r"is for model.activation \(--activation\) swiglu, and it is gelu"),
         (["--rotary-kernel", "liger"], r"is for model.position_kind \(--position-embedding-type\) rope"),
         (["--rotary-kernel", "liger", *LLAMA, "--rotary-interleaved"], "pairs channels by halves"),

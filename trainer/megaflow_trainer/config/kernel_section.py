@@ -30,6 +30,8 @@ class KernelConfig:
     """Cross entropy of scores: native or liger."""
     fp8: str = "native"
     """Products in fp8: native or torchao."""
+    adam: str = "native"
+    """AdamW: native or apex."""
 
     def __post_init__(self) -> None:
         raise_faults(
@@ -38,6 +40,7 @@ class KernelConfig:
             + one_of("kernels", ("torch", "liger"), gate=self.gate, rotary=self.rotary)
             + one_of("kernels", ("native", "liger"), loss=self.loss)
             + one_of("kernels", ("native", "torchao"), fp8=self.fp8)
+            + one_of("kernels", ("native", "apex"), adam=self.adam)
         )
 
 
@@ -74,6 +77,8 @@ def _check_shapes(config: TrainConfig) -> Iterator[str]:
         yield f"kernels.rotary {own.rotary} is for model.position_kind rope without latent attention; drop it"
     elif own.rotary != "torch" and model.rotary_interleaved:
         yield f"kernels.rotary {own.rotary} pairs channels by halves; drop it or model.rotary_interleaved"
+    if own.adam != "native" and (config.optim.kind not in ("adam", "adamw") or config.optim.is_offloaded):
+        yield f"kernels.adam {own.adam} is for optim.kind adamw whose states lie on the GPU; drop it"
     if own.loss != "native" and config.parallel.tp > 1:
         yield f"kernels.loss {own.loss} needs whole scores, and parallel.tp {config.parallel.tp} divides them; drop it"
 

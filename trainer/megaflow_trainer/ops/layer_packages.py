@@ -36,6 +36,8 @@ _LIGER_LOSS = "liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction"
 _TORCHAO_LINEAR = "torchao.float8.float8_linear.Float8Linear"
 _TORCHAO_CONFIG = "torchao.float8.Float8LinearConfig"
 
+APEX_ADAM = ("apex.multi_tensor_apply.multi_tensor_applier", "amp_C.multi_tensor_adam_capturable")
+
 NormKernel = Callable[[Tensor, Tensor, "Tensor | None", float], Tensor]
 """Input `[..., h]`, weight `[h]`, bias `[h]` or None, epsilon, to `[..., h]`."""
 
@@ -68,7 +70,8 @@ PARTS: dict[tuple[str, str], Part] = {
     ),
     ("norm", "transformer_engine"): Part(ENGINE, tuple(_ENGINE_NORMS.values())),
     ("norm", "liger"): Part(LIGER, tuple(_LIGER_NORMS.values())),
-    ("norm", "apex"): Part(APEX, tuple(_APEX_NORMS.values())),
+    ("norm", "apex"): Part(APEX, (*_APEX_NORMS.values(), "fused_layer_norm_cuda.forward_affine")),
+    ("adam", "apex"): Part(APEX, APEX_ADAM, is_traceable=True),  # outside of blocks
     ("gate", "liger"): Part(LIGER, (_LIGER_GATE,)),
     ("rotary", "liger"): Part(LIGER, (_LIGER_ROTARY,)),
     ("loss", "liger"): Part(LIGER, (_LIGER_LOSS,), is_traceable=True),  # outside of blocks

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megaflow_trainer.config.sections import OptimConfig
+from megaflow_trainer.optim.apex import ApexAdam
 from megaflow_trainer.optim.fused import FusedAdam, Moved, make_fused
 from megaflow_trainer.optim.rules import Adam, Lion, Muon, Rule, Sgd, Slot, is_uniform, orthogonalise
 from megaflow_trainer.optim.scaler import LossScaler
@@ -42,6 +43,7 @@ class Optimizer:
         parameters: what `parallel` exposes of the model on this rank.
         config: kind, rates and dtypes.
         mup_ratio: base width / width under mu-P: matrices inside the blocks move at this part of the rate.
+        kernel: of AdamW: native or apex.
         scaler: the loss scale of fp16; None in other precisions.
         matrices: puts whole matrices together for Muon; not needed where each lies on one rank.
     """
@@ -52,6 +54,7 @@ class Optimizer:
         config: OptimConfig,
         *,
         mup_ratio: float = 1.0,
+        kernel: str = "native",
         scaler: LossScaler | None = None,
         matrices: Matrices | None = None,
     ) -> None:
@@ -64,11 +67,13 @@ class Optimizer:
         self.weight_decay = config.weight_decay
         self.slots: dict[str, Slot] = {}
         self.groups: list[Group] = []
-        self._sort(config, mup_ratio)
+        self._sort(config, mup_ratio, kernel)
         self.fused: FusedAdam | None = None
         self.obstacle: str | None = "--no-fused-optimizer is given"
         """Why the weights are not moved in one pass."""
-        if config.is_fused and self.matrices is None:
+        if kernel != "native":
+            self.obstacle = f"--adam-kernel {kernel} is given"
+        elif config.is_fused and self.matrices is None:
             self.fused, self.obstacle = make_fused(self._list_moved())
 
     def _list_moved(self) -> list[Moved]:
@@ -79,9 +84,9 @@ class Optimizer:
             for slot in group.slots
         ]
 
-    def _sort(self, config: OptimConfig, mup_ratio: float) -> None:
+    def _sort(self, config: OptimConfig, mup_ratio: float, kernel: str) -> None:
         """Put each weight into the group of its rule, decay and rate."""
-        main, rest = _make_rules(config)
+        main, rest = _make_rules(config, ApexAdam if kernel == "apex" else Adam)
         found: dict[tuple[Rule, float, float], list[Slot]] = {}
         for name, master in self.masters.items():
             is_matrix = self.is_matrix[name]
@@ -182,7 +187,7 @@ class Optimizer:
             torch._foreach_copy_([weight.data for weight, _ in apart], [master for _, master in apart])
 
 
-def _make_rules(config: OptimConfig) -> tuple[Rule, Rule]:
+def _make_rules(config: OptimConfig, kind: type[Adam]) -> tuple[Rule, Rule]:
     """The rule for matrices inside the model, and that for embeddings, biases and norms."""
     if config.kind == "lion":
         rule: Rule = Lion(betas=(config.adam_beta1, config.adam_beta2), dtype=DTYPES[config.exp_avg_dtype])
@@ -190,7 +195,7 @@ def _make_rules(config: OptimConfig) -> tuple[Rule, Rule]:
     if config.kind == "sgd":
         rule = Sgd(momentum=config.sgd_momentum, dtype=DTYPES[config.exp_avg_dtype])
         return rule, rule
-    adam = Adam(
+    adam = kind(
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
         dtypes=(DTYPES[config.exp_avg_dtype], DTYPES[config.exp_avg_sq_dtype]),

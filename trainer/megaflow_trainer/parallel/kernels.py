@@ -26,7 +26,7 @@ from megaflow_trainer.parallel.mesh import Mesh
 
 def list_parts(config: KernelConfig) -> list[tuple[str, str]]:
     """The parts that packages compute: field and value."""
-    names = [(name, getattr(config, name)) for name in ("layers", "norm", "gate", "rotary", "loss", "fp8")]
+    names = [(name, getattr(config, name)) for name in ("layers", "norm", "gate", "rotary", "loss", "fp8", "adam")]
     return [pair for pair in names if pair in PARTS]
 
 

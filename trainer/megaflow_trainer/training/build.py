@@ -185,7 +185,14 @@ def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:
     matrices = None
     if config.optim.kind == "muon" and (own.tp > 1 or own.zero > 0):
         matrices = Matrices(parameters, model.parts, model.gradients.mesh, is_divided=own.zero > 0)
-    return Optimizer(parameters, config.optim, mup_ratio=ratio, scaler=build_scaler(config.step), matrices=matrices)
+    return Optimizer(
+        parameters,
+        config.optim,
+        mup_ratio=ratio,
+        kernel=config.kernels.adam,
+        scaler=build_scaler(config.step),
+        matrices=matrices,
+    )
 
 
 def start_from(folder: Path, model: GPT, parts: ShardMap, config: TrainConfig, mesh: Mesh) -> None:
