@@ -395,5 +395,6 @@ def test_a_setting_of_something_that_is_off_says_that_it_changes_nothing(flags: 
 
 
 def test_an_attention_backend_that_does_not_exist_is_among_the_faults() -> None:
-    with pytest.raises(ConfigError, match=r"model.attention .*must be one of auto, sdpa, flash, math, got 'foo'"):
+    names = "auto, sdpa, flash, cudnn, math, flash_attn_4, flash_attn_2, transformer_engine"
+    with pytest.raises(ConfigError, match=rf"model.attention .*must be one of {names}, got 'foo'"):
         read_command(["--data-path", "x", "--train-iters", "5", "--attention-backend", "foo"], world_size=1)

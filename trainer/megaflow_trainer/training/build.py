@@ -15,7 +15,7 @@ from megaflow_trainer.checkpoint.initial import describe_source, fill_weights, r
 from megaflow_trainer.config.batch import batch_phases
 from megaflow_trainer.config.cost_table import choose_parts
 from megaflow_trainer.config.layout import Layout
-from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.config.sections import KernelConfig, TrainConfig
 from megaflow_trainer.config.stages import describe_stages
 from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
@@ -122,7 +122,8 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         has_documents=config.model.resets_attention,
     )
     attention = choose_attention(config, mesh, need)
-    refuse_parts(config.kernels, mesh.device)
+    kernels = KernelConfig() if mesh.device.type == "meta" else config.kernels  # shapes alone need none
+    refuse_parts(kernels, mesh.device)
     kept = torch.promote_types(dtype, torch.float32) if config.parallel.zero == 3 else dtype
     product = choose_product(
         config.model.expert_kernel,
@@ -152,7 +153,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         accumulates=_can_accumulate(config, mesh),
         fp8=config.step.fp8,
         precision=config.precision,
-        kernels=config.kernels,
+        kernels=kernels,
         seq_len=config.data.seq_len,
         measure_every=config.log.every * config.step.sizes.num_micro_batches,
     )
