@@ -1,4 +1,4 @@
-"""What one layout saves any other goes on from: loss, norms, weights and moments are those of the run that never stopped.
+"""What one layout saves any other goes on from: loss, norms, weights and moments are those of one that never stopped.
 
 All layouts share a global batch and its samples, so the step after a load is the same step everywhere.
 """
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.pairs import write_pair
 from helpers.layouts import find_mesh, level_groups
+from helpers.pairs import write_pair
 from helpers.ranks import RankPool
 from helpers.runs import read_metrics, read_tensors, run_tiny
 from megaflow_trainer.config.layout import Layout
@@ -44,11 +44,34 @@ PAIRS = [
     for one in LAYOUTS
     for other in LAYOUTS
 ]
-SHAPE = (
-    "--num-layers 4 --num-attention-heads 4 --num-query-groups 2 --position-embedding-type rope --global-batch-size 8 "
-    "--micro-batch-size 2 --eval-interval 0 --hidden-dropout 0.1 --attention-dropout 0 --adam-eps 1e-6 --lr 1e-3 "
-    "--lr-decay-style constant --lr-warmup-iters 0"
-).split()
+SHAPE = [
+    "--num-layers",
+    "4",
+    "--num-attention-heads",
+    "4",
+    "--num-query-groups",
+    "2",
+    "--position-embedding-type",
+    "rope",
+    "--global-batch-size",
+    "8",
+    "--micro-batch-size",
+    "2",
+    "--eval-interval",
+    "0",
+    "--hidden-dropout",
+    "0.1",
+    "--attention-dropout",
+    "0",
+    "--adam-eps",
+    "1e-6",
+    "--lr",
+    "1e-3",
+    "--lr-decay-style",
+    "constant",
+    "--lr-warmup-iters",
+    "0",
+]
 FIRST, LAST = 3, 5
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 

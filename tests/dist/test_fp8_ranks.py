@@ -57,7 +57,7 @@ def one() -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_delayed_scales_are_those_of_one_rank(eight_ranks: RankPool, one: dict[str, Any], layout: str) -> None:
-    """What a tensor reaches is one value of it, after products of 8-bit factors whose sums are rounded elsewhere: within
+    """What a tensor reaches is one value of it, after products of 8-bit factors with sums rounded elsewhere: within
     10 % of one rank's. On ranks that share a layer it is the same to the bit, though each sees a part.
     """
     flags, num_ranks = LAYOUTS[layout]
@@ -76,10 +76,10 @@ def test_delayed_scales_are_those_of_one_rank(eight_ranks: RankPool, one: dict[s
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_ranks_that_share_layers_round_their_own_part(
-    eight_ranks: RankPool, one: dict[str, Any], recipe: str
-) -> None:
-    case = make_case("--tensor-model-parallel-size 2 --sequence-parallel", 2, f"--bf16 --fp8-hybrid --fp8-recipe {recipe}")
+def test_ranks_that_share_layers_round_their_own_part(eight_ranks: RankPool, one: dict[str, Any], recipe: str) -> None:
+    case = make_case(
+        "--tensor-model-parallel-size 2 --sequence-parallel", 2, f"--bf16 --fp8-hybrid --fp8-recipe {recipe}"
+    )
     for found in eight_ranks.run(run_fp8, case)[:2]:
         assert found["losses"] == pytest.approx(one["losses"], rel=2e-3)
         assert len(found["layers"]) == 16

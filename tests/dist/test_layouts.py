@@ -145,9 +145,7 @@ def test_pp2_equals_one_rank_by_every_schedule(eight_ranks: RankPool, schedule: 
         ("gpt2", f"{PP2} {ZERO1} {SMALL}", 4),
     ],
 )
-def test_muon_sees_whole_matrices_on_every_layout(
-    eight_ranks: RankPool, kind: str, flags: str, num_ranks: int
-) -> None:
+def test_muon_sees_whole_matrices_on_every_layout(eight_ranks: RankPool, kind: str, flags: str, num_ranks: int) -> None:
     compare(eight_ranks, Case(kind, flags, num_ranks, micro=8 // num_ranks, common="--optimizer muon"))
 
 
@@ -189,9 +187,7 @@ def test_pp2_dp2_with_tied_ends_equals_one_rank(eight_ranks: RankPool, flags: st
     ],
     ids=["1f1b", "gpipe", "interleaved", "replicas", "bf16"],
 )
-def test_pp2_with_divided_weights_equals_one_rank(
-    eight_ranks: RankPool, kind: str, flags: str, num_ranks: int
-) -> None:
+def test_pp2_with_divided_weights_equals_one_rank(eight_ranks: RankPool, kind: str, flags: str, num_ranks: int) -> None:
     if "bf16" not in flags:
         compare(eight_ranks, Case(kind, f"{PP2} {ZERO3} {flags}", num_ranks, micro=8 // num_ranks))
         return
@@ -346,7 +342,9 @@ def test_losses_of_further_predictions_are_logged_alike(
     eight_ranks: RankPool, tmp_path: Path, flags: str, ranks: Layout
 ) -> None:
     prefix = write_pair(tmp_path / "toy")
-    same = "--num-layers 4 --train-iters 3 --global-batch-size 8 --micro-batch-size 2 --mtp-num-layers 2 --eval-interval 0"
+    same = (
+        "--num-layers 4 --train-iters 3 --global-batch-size 8 --micro-batch-size 2 --mtp-num-layers 2 --eval-interval 0"
+    )
     run_tiny(prefix, [*same.split(), "--run-dir", str(tmp_path / "one")])
     words = [*same.split(), *flags.split(), "--run-dir", str(tmp_path / "two")]
     assert eight_ranks.run(train_whole, ranks, prefix, words)[: ranks.size] == [0] * ranks.size
@@ -395,7 +393,7 @@ def keep_sum(x: torch.Tensor, group: Any, *_: Any, **__: Any) -> None:
     """In place of an all-reduce."""
 
 
-def keep_own(output: torch.Tensor, input: torch.Tensor, *_: Any, group: Any, **__: Any) -> None:
+def keep_own(output: torch.Tensor, input: torch.Tensor, *_: Any, group: Any, **__: Any) -> None:  # noqa: A002  # by the name that torch has for it
     """In place of a reduce-scatter."""
     output.copy_(input.view(dist.get_world_size(group), -1)[dist.get_rank(group)].view_as(output))
 

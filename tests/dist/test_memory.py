@@ -1,4 +1,4 @@
-"""Memory by formula is what ranks really hold under a layout: weights, gradients, states, activations, micro-batches."""
+"""Memory by formula is what ranks hold in a layout: weights, gradients, states, activations, micro-batches."""
 
 from __future__ import annotations
 
@@ -92,7 +92,13 @@ def compare_kept(pool: Mesh, kind: str, flags: str) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "layout",
-    [TP2, f"{TP2} {SP}", f"{TP2} {SP} --bf16", f"{TP2} {SP} --recompute-granularity full", f"{TP2} {SP} --recompute-activations"],
+    [
+        TP2,
+        f"{TP2} {SP}",
+        f"{TP2} {SP} --bf16",
+        f"{TP2} {SP} --recompute-granularity full",
+        f"{TP2} {SP} --recompute-activations",
+    ],
     ids=["tp", "sp", "sp_bf16", "sp_full", "sp_attention"],
 )
 def test_tensor_parallel_ranks_keep_the_counted_bytes(two_ranks: RankPool, kind: str, layout: str) -> None:
@@ -103,7 +109,15 @@ def test_tensor_parallel_ranks_keep_the_counted_bytes(two_ranks: RankPool, kind:
 @pytest.mark.parametrize("kind", EXPERTS)
 @pytest.mark.parametrize(
     "layout",
-    [TP2, f"{TP2} {SP}", f"{TP2} {SP} --bf16", f"{TP2} {EP2} {ETP1}", EP2, f"{EP2} --bf16", f"{EP2} --recompute-granularity full"],
+    [
+        TP2,
+        f"{TP2} {SP}",
+        f"{TP2} {SP} --bf16",
+        f"{TP2} {EP2} {ETP1}",
+        EP2,
+        f"{EP2} --bf16",
+        f"{EP2} --recompute-granularity full",
+    ],
     ids=["tp", "sp", "sp_bf16", "tp_ep", "ep", "ep_bf16", "ep_full"],
 )
 def test_ranks_that_share_experts_keep_the_counted_bytes(two_ranks: RankPool, kind: str, layout: str) -> None:

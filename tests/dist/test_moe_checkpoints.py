@@ -23,12 +23,38 @@ LAYOUTS = {
     "ep2": (f"{EP2} --zero-stage 1", Layout(ep=2, dp_shard=2)),
     "ep2.tp2": (f"{EP2} {TP2} --sequence-parallel --zero-stage 1", Layout(tp=2, ep=2, etp=2, dp_shard=2)),
 }
-SHAPE = (
-    "--num-experts 4 --moe-ffn-hidden-size 24 --swiglu --position-embedding-type rope --global-batch-size 4 "
-    "--micro-batch-size 2 --eval-interval 0 --adam-eps 1e-6 --lr-decay-style constant --lr-warmup-iters 0 "
-    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
-    "--moe-shared-expert-intermediate-size 16 --train-iters 4 --save-interval 1"
-).split()
+SHAPE = [
+    "--num-experts",
+    "4",
+    "--moe-ffn-hidden-size",
+    "24",
+    "--swiglu",
+    "--position-embedding-type",
+    "rope",
+    "--global-batch-size",
+    "4",
+    "--micro-batch-size",
+    "2",
+    "--eval-interval",
+    "0",
+    "--adam-eps",
+    "1e-6",
+    "--lr-decay-style",
+    "constant",
+    "--lr-warmup-iters",
+    "0",
+    "--moe-router-score-function",
+    "sigmoid",
+    "--moe-router-enable-expert-bias",
+    "--moe-router-bias-update-rate",
+    "0.01",
+    "--moe-shared-expert-intermediate-size",
+    "16",
+    "--train-iters",
+    "4",
+    "--save-interval",
+    "1",
+]
 FIRST = 2
 BIAS = "model/blocks.1.mlp.router.expert_bias"
 

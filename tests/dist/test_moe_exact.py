@@ -1,4 +1,4 @@
-"""One layer over ranks against the same layer in one process, in fp64: outputs and gradients; and norms that are exact."""
+"""One layer over ranks against the same layer in one process, in fp64: outputs and gradients; exact norms."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def run_layer(pool: Mesh, layout: Layout, dispatcher: str) -> dict[str, Any] | N
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-@pytest.mark.parametrize("layout", [Layout(ep=2, dp_replicate=2), Layout(ep=4, dp_replicate=4), Layout(ep=2, dp_shard=4)])
+@pytest.mark.parametrize(
+    "layout", [Layout(ep=2, dp_replicate=2), Layout(ep=4, dp_replicate=4), Layout(ep=2, dp_shard=4)]
+)
 def test_a_layer_over_ranks_equals_one_process(eight_ranks: RankPool, layout: Layout, dispatcher: str) -> None:
     one = run_layer(one_rank(), Layout(), dispatcher)
     assert one is not None
@@ -85,14 +87,18 @@ def measure_ones(pool: Mesh, case: Case, layout: Layout) -> tuple[float, float] 
         for weight in model.module.parameters():
             weight.zero_()
     model.gradients.start()
-    for name, row in (("norm.weight", 0), ("blocks.0.mlp.experts.up.weight", 1), ("blocks.1.mlp.experts.up.weight", -1)):
+    for name, row in (
+        ("norm.weight", 0),
+        ("blocks.0.mlp.experts.up.weight", 1),
+        ("blocks.1.mlp.experts.up.weight", -1),
+    ):
         weight, shard = dict(model.module.named_parameters())[name], model.parts.shards[name]
         start, at = 0, row % shard.shape[0]
         for piece in shard.pieces:
             if piece.start <= at < piece.start + piece.length:
                 place = (start + at - piece.start, *(0,) * (weight.dim() - 1))
                 weight.data[place] = 1.0
-                is_first = name != "norm.weight" or mesh.is_replica_first and mesh.tp_rank == 0
+                is_first = name != "norm.weight" or (mesh.is_replica_first and mesh.tp_rank == 0)
                 if is_first and (mesh.edp_rank == 0 or name == "norm.weight"):
                     weight.grad = torch.zeros_like(weight)
                     weight.grad[place] = 1.0

@@ -38,7 +38,9 @@ class Watch:
     def __enter__(self) -> Watch:
         self._replace("all_reduce", lambda x, *_, **o: self._add("all_reduce", 2, x, o["group"]))
         self._replace("all_gather_into_tensor", lambda *a, **o: self._add("all_gather", 1, _first(a, o), o["group"]))
-        self._replace("reduce_scatter_tensor", lambda *a, **o: self._add("reduce_scatter", 1, _second(a, o), o["group"]))
+        self._replace(
+            "reduce_scatter_tensor", lambda *a, **o: self._add("reduce_scatter", 1, _second(a, o), o["group"])
+        )
         self._replace("all_to_all_single", self._exchange)
         self._replace("batch_isend_irecv", lambda ops: [self._send(op) for op in ops])
         return self
@@ -89,7 +91,11 @@ def measure(pool_mesh: Mesh, case: Case) -> dict[str, Any] | None:
     if pool_mesh.rank >= case.num_ranks:
         return None
     model = build_model(config, mesh)
-    optimizer, clock, loader = build_optimizer(model, config), Clock(mesh.device), ListLoader(case.micro, mesh, case.vocab)
+    optimizer, clock, loader = (
+        build_optimizer(model, config),
+        Clock(mesh.device),
+        ListLoader(case.micro, mesh, case.vocab),
+    )
     feed = Feed(loader, mesh.device, clock, vocab_size=case.vocab, eod_id=None)  # type: ignore[arg-type]
     count = config.step.sizes.num_micro_batches
     plan = StepPlan(lr=1e-3, weight_decay=0.0, num_micro_batches=count, num_samples=GLOBAL_BATCH)
@@ -116,7 +122,9 @@ CASES = [
     *(Case("gpt2", f"{zero} {SMALL} {more}", 2) for zero in ("", ZERO1, ZERO2) for more in ("", "--no-overlap")),
     Case("gpt2", ZERO3, 2),
     *(Case("gpt2", f"{PP2} {ZERO3} --pipeline-schedule {kind}", 4) for kind in ("1f1b", "gpipe")),
-    Case("further", f"{PP2} {ZERO3} --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2", 4, micro=1),
+    Case(
+        "further", f"{PP2} {ZERO3} --pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2", 4, micro=1
+    ),
     Case("gpt2_plain", f"{ZERO3} {HYBRID} {TP2}", 8, micro=1),
     Case("gpt2", f"{ZERO2} {HYBRID}", 4, micro=1),
     *(Case("gpt2", f"{PP2} --pipeline-schedule {kind}", 2) for kind in ("1f1b", "zbv")),
@@ -205,7 +213,7 @@ def test_bytes_of_a_pipeline_are_those_of_its_formula(eight_ranks: RankPool) -> 
 
 @pytest.mark.parametrize("flags", ["", "--moe-token-dispatcher-type allgather"], ids=["alltoall", "allgather"])
 def test_bytes_of_expert_parallelism_are_those_of_its_formula(eight_ranks: RankPool, flags: str) -> None:
-    """k rows of h a token that have their expert elsewhere, four times; or all tokens, choices and weights of others."""
+    """k rows of h a token whose expert is elsewhere, four times; or all of the others' tokens, choices and weights."""
     own, k, experts = 2 * SEQ_LEN, 2, 4
     found = eight_ranks.run(measure, Case("moe_padded", f"{EP2} {flags}", 2))[:2]
     for one in found:

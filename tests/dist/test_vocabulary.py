@@ -1,4 +1,4 @@
-"""The loss over rows of the vocabulary, in chunks: ranks hold unequal numbers of rows and take equal chunks of tokens."""
+"""The loss over rows of the vocabulary, in chunks: ranks hold unequal rows and take equal chunks of tokens."""
 
 from __future__ import annotations
 
