@@ -244,10 +244,8 @@ mod tests {
         let mut vocab: std::collections::HashMap<String, u32> =
             (0..256).map(|byte| (char_of(byte).to_string(), byte)).collect();
         vocab.extend([("th".to_owned(), 256), ("the".to_owned(), 257), ("\u{120}the".to_owned(), 258)]);
-        let vocab = serde_json::to_string(&vocab).unwrap();
-        let json =
-            crate::TokenizerSpec::tokenizer_json_from_vocab_and_merges(vocab.as_bytes(), "t h\nth e\n\u{120} the\n");
-        Tokenizer::from_tokenizer_json(&json.unwrap()).unwrap()
+        let vocab = serde_json::to_vec(&vocab).unwrap();
+        Tokenizer::from_vocab_and_merges(&vocab, "t h\nth e\n\u{120} the\n").unwrap()
     }
 
     /// The letter by which a byte is written in a byte-level vocabulary.

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::bpe::{Ranks, TiktokenConfig, read_ranks, read_tekken};
 use crate::sentencepiece::Model;
-use crate::{TokenizeError, Tokenizer, TokenizerSpec};
+use crate::{TokenizeError, Tokenizer};
 
 /// A loaded tokenizer and the files that it was read from.
 pub struct TokenizerFiles {
@@ -65,9 +65,8 @@ impl TokenizerFiles {
         let vocab_bytes = read(vocab)?;
         let merges_text = String::from_utf8(read(merges)?)
             .map_err(|error| not_a_tokenizer(merges, &format!("expected a list of merges in UTF-8: {error}")))?;
-        let json = TokenizerSpec::tokenizer_json_from_vocab_and_merges(&vocab_bytes, &merges_text)
-            .map_err(|error| at(vocab, &error))?;
-        let tokenizer = Tokenizer::from_tokenizer_json(&json).map_err(|error| at(vocab, &error))?;
+        let tokenizer =
+            Tokenizer::from_vocab_and_merges(&vocab_bytes, &merges_text).map_err(|error| at(vocab, &error))?;
         Ok(Self { tokenizer, files: vec![vocab.to_owned(), merges.to_owned()] })
     }
 
@@ -201,6 +200,7 @@ fn at(path: &Path, error: &TokenizeError) -> TokenizeError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::TokenizerSpec;
 
     const VOCAB: &str = r#"{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}"#;
 
@@ -262,8 +262,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("vocab.json"), VOCAB).unwrap();
         fs::write(folder.path().join("merges.txt"), "a b\n").unwrap();
-        let json = TokenizerSpec::tokenizer_json_from_vocab_and_merges(VOCAB.as_bytes(), "a b\n").unwrap();
-        fs::write(folder.path().join("tokenizer.json"), json).unwrap();
+        let spec = TokenizerSpec::from_vocab_and_merges(VOCAB.as_bytes(), "a b\n").unwrap();
+        fs::write(folder.path().join("tokenizer.json"), spec.to_json()).unwrap();
         fs::write(folder.path().join("tokenizer_config.json"), r#"{"eos_token": {"content": "b"}}"#).unwrap();
         let loaded = TokenizerFiles::from_path(folder.path()).unwrap();
         assert_eq!(loaded.tokenizer.eod(None).unwrap(), Some(("b".to_owned(), 1)));

@@ -1,5 +1,8 @@
 //! The unsafe corner: vector instructions that classify bytes, and prefetching. Each function has a portable twin.
 
+use std::alloc::Layout;
+use std::ptr::NonNull;
+
 /// Classes of 64 bytes, one bit a byte.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Masks {
@@ -144,22 +147,88 @@ fn grow<T: Copy>(vector: &mut Vec<T>, more: usize) {
 /// Asks the system to back a large vector, and the room behind its elements, with large pages: fewer misses of the address
 /// translation, and one interruption for 2 MB instead of 512.
 pub(crate) fn advise_huge_pages<T>(vector: &Vec<T>) {
+    const PAGE: usize = 4096;
+    // Whole pages outward: a mapping of which only a part was advised would be two to the system, and could not be
+    // moved as one when its vector grows.
+    let (back, bytes) = (vector.as_ptr() as usize % PAGE, vector.capacity() * size_of::<T>());
+    if bytes > 2 << 20 {
+        let start = vector.as_ptr().cast::<u8>().wrapping_sub(back).cast_mut();
+        // SAFETY: each page of the range holds a byte of the vector's room.
+        unsafe { advise(start, (back + bytes).next_multiple_of(PAGE)) };
+    }
+}
+
+/// A table of fixed length, on large pages if it is large enough to gain by them: a walk through a trie of some
+/// megabytes misses the address translation at most steps, which on a virtual machine costs as much as the read itself.
+pub(crate) struct Fixed<T> {
+    start: NonNull<T>,
+    len: usize,
+    layout: Layout,
+}
+
+impl<T: Copy> From<Vec<T>> for Fixed<T> {
+    fn from(vector: Vec<T>) -> Self {
+        const LARGE_PAGE: usize = 2 << 20;
+        let (len, bytes) = (vector.len(), vector.len() * size_of::<T>());
+        // A small table takes the memory of its elements only.
+        let page = if bytes >= LARGE_PAGE / 8 { LARGE_PAGE } else { 64 };
+        let layout = Layout::from_size_align(bytes.max(1).next_multiple_of(page), page.max(align_of::<T>()))
+            .expect("a vector is smaller than the address space");
+        // SAFETY: the layout is not empty.
+        let start = unsafe { std::alloc::alloc(layout) }.cast::<T>();
+        let start = NonNull::new(start).unwrap_or_else(|| std::alloc::handle_alloc_error(layout));
+        if page == LARGE_PAGE {
+            // SAFETY: the range is that of the allocation.
+            unsafe { advise(start.as_ptr().cast(), layout.size()) };
+        }
+        // SAFETY: `start` has room for `len` elements, aligned for them; the vector is another allocation.
+        unsafe { std::ptr::copy_nonoverlapping(vector.as_ptr(), start.as_ptr(), len) };
+        Self { start, len, layout }
+    }
+}
+
+impl<T> std::ops::Deref for Fixed<T> {
+    type Target = [T];
+
+    #[inline]
+    fn deref(&self) -> &[T] {
+        // SAFETY: `len` elements were written there, and they are borrowed as this is.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl<T> std::ops::DerefMut for Fixed<T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above, and nobody else has them.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl<T> Drop for Fixed<T> {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout; `T` is `Copy`, so there is nothing to drop in it.
+        unsafe { std::alloc::dealloc(self.start.as_ptr().cast(), self.layout) };
+    }
+}
+
+// SAFETY: it owns its elements and borrows them as itself is borrowed, like a boxed slice.
+unsafe impl<T: Send> Send for Fixed<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Fixed<T> {}
+
+/// Asks for large pages under a range of whole pages.
+///
+/// # Safety
+/// Each page of the range must hold a byte of a live allocation.
+unsafe fn advise(start: *mut u8, bytes: usize) {
     #[cfg(all(target_os = "linux", not(miri)))] // which has no pages
     {
-        const PAGE: usize = 4096;
-        // Whole pages outward: a mapping of which only a part was advised would be two to the system, and could not be
-        // moved as one when its vector grows.
-        let (back, bytes) = (vector.as_ptr() as usize % PAGE, vector.capacity() * size_of::<T>());
-        if bytes > 2 << 20 {
-            let start = vector.as_ptr().cast::<u8>().wrapping_sub(back).cast_mut();
-            let len = (back + bytes).next_multiple_of(PAGE);
-            // SAFETY: each page of the range holds a byte of a live allocation, so it is mapped; the advice changes no
-            // content of it.
-            let _ = unsafe { rustix::mm::madvise(start.cast(), len, rustix::mm::Advice::LinuxHugepage) };
-        }
+        // SAFETY: the pages are mapped, says the caller; the advice changes no content of them.
+        let _ = unsafe { rustix::mm::madvise(start.cast(), bytes, rustix::mm::Advice::LinuxHugepage) };
     }
     #[cfg(not(all(target_os = "linux", not(miri))))]
-    let _ = vector;
+    let _ = (start, bytes);
 }
 
 /// Asks for a cache line that will be read soon.

@@ -5,7 +5,8 @@
 
 use std::collections::HashMap;
 
-use serde::Deserialize;
+use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
@@ -75,8 +76,7 @@ pub struct ModelSpec {
 }
 
 /// A vocabulary as it is written.
-#[derive(Debug, Clone, Deserialize)]
-#[serde(untagged)]
+#[derive(Debug, Clone)]
 pub enum VocabSpec {
     /// Token to id.
     Ids(HashMap<String, u32>),
@@ -91,8 +91,7 @@ impl Default for VocabSpec {
 }
 
 /// A merge as it is written: a pair, or (older files) one string with a space between.
-#[derive(Debug, Clone, Deserialize)]
-#[serde(untagged)]
+#[derive(Debug, Clone)]
 pub enum MergeSpec {
     /// `["a", "b"]`
     Pair(String, String),
@@ -107,6 +106,69 @@ impl MergeSpec {
             Self::Pair(left, right) => Some((left, right)),
             Self::Line(line) => line.split_once(' '),
         }
+    }
+}
+
+// By hand: what serde derives for such choices keeps each value in a general form first, at twice the time.
+impl<'de> Deserialize<'de> for VocabSpec {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+
+        impl<'de> Visitor<'de> for Entries {
+            type Value = VocabSpec;
+
+            fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                formatter.write_str("a vocabulary: an object of ids or a list of tokens with scores")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<VocabSpec, A::Error> {
+                let mut ids = HashMap::with_capacity(map.size_hint().unwrap_or(1 << 15));
+                while let Some((token, id)) = map.next_entry()? {
+                    ids.insert(token, id);
+                }
+                Ok(VocabSpec::Ids(ids))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<VocabSpec, A::Error> {
+                let mut scores = Vec::new();
+                while let Some(entry) = list.next_element()? {
+                    scores.push(entry);
+                }
+                Ok(VocabSpec::Scores(scores))
+            }
+        }
+
+        deserializer.deserialize_any(Entries)
+    }
+}
+
+impl<'de> Deserialize<'de> for MergeSpec {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Halves;
+
+        impl<'de> Visitor<'de> for Halves {
+            type Value = MergeSpec;
+
+            fn expecting(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                formatter.write_str("a merge: a pair of tokens, or both in one string with a space between")
+            }
+
+            fn visit_str<E: Error>(self, line: &str) -> Result<MergeSpec, E> {
+                Ok(MergeSpec::Line(line.to_owned()))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<MergeSpec, A::Error> {
+                let missing = |len| A::Error::invalid_length(len, &self);
+                let left = list.next_element()?.ok_or_else(|| missing(0))?;
+                let right = list.next_element()?.ok_or_else(|| missing(1))?;
+                match list.next_element::<IgnoredAny>()? {
+                    Some(_) => Err(missing(3)),
+                    None => Ok(MergeSpec::Pair(left, right)),
+                }
+            }
+        }
+
+        deserializer.deserialize_any(Halves)
     }
 }
 
@@ -157,20 +219,22 @@ impl TokenizerSpec {
             .map_err(|error| TokenizeError::invalid(format!("expected a tokenizer.json with a \"model\": {error}")))
     }
 
-    /// `tokenizer.json` text of a byte-level BPE given as GPT-2's two files: `vocab.json` and `merges.txt`.
+    /// A byte-level BPE given as GPT-2's two files: `vocab.json` and `merges.txt`.
     ///
     /// # Errors
     /// [`TokenizeError::Invalid`] if the vocabulary is not a JSON object of ids, or a merge is not a pair of its tokens.
-    pub fn tokenizer_json_from_vocab_and_merges(vocab: &[u8], merges: &str) -> Result<Vec<u8>, TokenizeError> {
+    pub fn from_vocab_and_merges(vocab: &[u8], merges: &str) -> Result<Self, TokenizeError> {
         let ids: HashMap<String, u32> = serde_json::from_slice(vocab)
             .map_err(|error| TokenizeError::invalid(format!("the vocabulary is not a JSON object of ids: {error}")))?;
-        let mut pairs = Vec::new();
+        let (mut pairs, mut product) = (Vec::with_capacity(ids.len()), String::new());
         for (number, line) in (1..).zip(merges.lines()) {
             if line.starts_with("#version") || line.trim().is_empty() {
                 continue;
             }
             let pair = line.split_once(' ').filter(|(left, right)| {
-                !right.contains(' ') && [*left, *right, &format!("{left}{right}")].iter().all(|t| ids.contains_key(*t))
+                product.clear();
+                product.extend([*left, *right]);
+                !right.contains(' ') && [*left, *right, &product].iter().all(|token| ids.contains_key(*token))
             });
             let Some((left, right)) = pair else {
                 return Err(TokenizeError::invalid(format!(
@@ -178,27 +242,62 @@ impl TokenizerSpec {
                      vocabulary and merges must be of the same tokenizer"
                 )));
             };
-            pairs.push([left, right]);
+            pairs.push(MergeSpec::Pair(left.to_owned(), right.to_owned()));
         }
         let end = "<|endoftext|>";
-        let added: Vec<Value> = ids
-            .get(end)
-            .map(|&id| {
-                json!({"id": id, "content": end, "single_word": false, "lstrip": false, "rstrip": false,
-                       "normalized": false, "special": true})
-            })
-            .into_iter()
-            .collect();
+        let added_tokens = ids.get(end).map(|&id| AddedTokenSpec {
+            id,
+            content: end.to_owned(),
+            single_word: false,
+            lstrip: false,
+            rstrip: false,
+            normalized: false,
+            special: true,
+        });
         let byte_level =
             json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
-        let spec = json!({
-            "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
-            "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
-            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": "",
-                      "end_of_word_suffix": "", "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
-                      "vocab": ids, "merges": pairs},
+        let settings = json!({
+            "dropout": null, "unk_token": null, "continuing_subword_prefix": "", "end_of_word_suffix": "",
+            "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
         });
-        serde_json::to_vec(&spec).map_err(|error| TokenizeError::invalid(error.to_string()))
+        Ok(Self {
+            added_tokens: added_tokens.into_iter().collect(),
+            normalizer: Value::Null,
+            pre_tokenizer: byte_level.clone(),
+            post_processor: Value::Null,
+            decoder: byte_level,
+            model: ModelSpec {
+                kind: "BPE".to_owned(),
+                vocab: VocabSpec::Ids(ids),
+                merges: pairs,
+                settings: settings.as_object().cloned().unwrap_or_default(),
+            },
+        })
+    }
+
+    /// The same as the text of a `tokenizer.json`.
+    pub(crate) fn to_json(&self) -> Vec<u8> {
+        let vocab = match &self.model.vocab {
+            VocabSpec::Ids(ids) => json!(ids),
+            VocabSpec::Scores(scores) => json!(scores),
+        };
+        let merges: Vec<_> = self.model.merges.iter().filter_map(MergeSpec::halves).collect();
+        let mut model = self.model.settings.clone();
+        model.extend([
+            ("type".to_owned(), json!(self.model.kind)),
+            ("vocab".to_owned(), vocab),
+            ("merges".to_owned(), json!(merges)),
+        ]);
+        let added = self.added_tokens.iter().map(|token| {
+            json!({"id": token.id, "content": token.content, "single_word": token.single_word, "lstrip": token.lstrip,
+                   "rstrip": token.rstrip, "normalized": token.normalized, "special": token.special})
+        });
+        let spec = json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": added.collect::<Vec<_>>(),
+            "normalizer": self.normalizer, "pre_tokenizer": self.pre_tokenizer,
+            "post_processor": self.post_processor, "decoder": self.decoder, "model": model,
+        });
+        spec.to_string().into_bytes()
     }
 
     /// Kind of the model; files of early versions name none and are BPE if they have merges.
@@ -211,7 +310,10 @@ impl TokenizerSpec {
 
     /// Number of ids: one more than the largest, of model and added tokens together.
     pub fn vocab_size(&self) -> u64 {
-        let model = self.model.vocab.by_id().last().map(|&(_, id)| u64::from(id) + 1);
+        let model = match &self.model.vocab {
+            VocabSpec::Ids(ids) => ids.values().max().map(|&id| u64::from(id) + 1),
+            VocabSpec::Scores(scores) => Some(scores.len() as u64),
+        };
         let added = self.added_tokens.iter().map(|token| u64::from(token.id) + 1).max();
         model.max(added).unwrap_or(0)
     }
@@ -313,6 +415,28 @@ mod tests {
     }
 
     #[test]
+    fn two_files_and_the_json_made_of_them_are_one_tokenizer() {
+        let vocab = br#"{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}"#;
+        let files = TokenizerSpec::from_vocab_and_merges(vocab, "#version: 0.2\na b\n").unwrap();
+        let json = TokenizerSpec::from_tokenizer_json(&files.to_json()).unwrap();
+        assert_eq!(json.fingerprint(), files.fingerprint());
+        assert_eq!((json.vocab_size(), json.special_tokens()), (4, vec!["<|endoftext|>"]));
+        assert_eq!(json.model.merges[0].halves(), Some(("a", "b")));
+        assert_eq!(json.pre_tokenizer, files.pre_tokenizer);
+    }
+
+    #[test]
+    fn what_is_no_vocabulary_or_merge_is_named() {
+        let vocab = TokenizerSpec::from_tokenizer_json(br#"{"model": {"vocab": 5}}"#).unwrap_err().to_string();
+        assert!(vocab.contains("expected a vocabulary: an object of ids or a list of tokens with scores"), "{vocab}");
+        for merge in ["5", r#"["a"]"#, r#"["a", "b", "c"]"#] {
+            let text = PAIRS.replace(r#"["a", "b"]"#, merge);
+            let error = TokenizerSpec::from_tokenizer_json(text.as_bytes()).unwrap_err().to_string();
+            assert!(error.contains("expected a merge: a pair of tokens"), "{error}");
+        }
+    }
+
+    #[test]
     fn vocab_size_counts_added_tokens() {
         assert_eq!(spec(PAIRS).vocab_size(), 4);
         assert_eq!(spec(PAIRS).special_tokens(), ["<e>"]);
@@ -321,7 +445,7 @@ mod tests {
 
     #[test]
     fn merges_of_another_vocabulary_are_refused_with_the_line() {
-        let error = TokenizerSpec::tokenizer_json_from_vocab_and_merges(br#"{"a": 0, "b": 1}"#, "#version: 0.2\na b\n");
+        let error = TokenizerSpec::from_vocab_and_merges(br#"{"a": 0, "b": 1}"#, "#version: 0.2\na b\n");
         assert!(error.unwrap_err().to_string().contains("line 2 of the merges, \"a b\""));
     }
 }

@@ -143,6 +143,24 @@ impl Tokenizer {
     /// As above, with the end-of-document token that a file beside it declares (`eos_token` of `tokenizer_config.json`).
     pub(crate) fn with_declared_eod(bytes: &[u8], declared_eod: Option<String>) -> Result<Self, TokenizeError> {
         let spec = TokenizerSpec::from_tokenizer_json(bytes)?;
+        Self::of_spec(spec, bytes, declared_eod)
+    }
+
+    /// From GPT-2's two files, the bytes of a JSON vocabulary and the text of a list of merges.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Invalid`] if they are no such files, or not of one tokenizer.
+    pub fn from_vocab_and_merges(vocab: &[u8], merges: &str) -> Result<Self, TokenizeError> {
+        let spec = TokenizerSpec::from_vocab_and_merges(vocab, merges)?;
+        if let Some(engine) = ByteLevel::from_spec(&spec, &[])? {
+            return Self::with_engine(spec, Box::new(engine), None); // it decodes by itself and asks for no other form
+        }
+        let json = spec.to_json();
+        Self::of_spec(spec, &json, None)
+    }
+
+    /// From a description and the same as text.
+    fn of_spec(spec: TokenizerSpec, bytes: &[u8], declared_eod: Option<String>) -> Result<Self, TokenizeError> {
         let engine: Box<dyn Engine> = if let Some(engine) = ByteLevel::from_spec(&spec, bytes)? {
             Box::new(engine)
         } else if let Some(engine) = SentencePiece::from_spec(&spec, bytes)? {
@@ -427,8 +445,7 @@ mod tests {
         for far in ["\u{65E5}", "ab"] {
             vocab.insert(far.to_owned(), u32::MAX);
             let vocab = serde_json::to_vec(&vocab).unwrap();
-            let json = TokenizerSpec::tokenizer_json_from_vocab_and_merges(&vocab, "").unwrap();
-            let tokenizer = Tokenizer::from_tokenizer_json(&json).unwrap();
+            let tokenizer = Tokenizer::from_vocab_and_merges(&vocab, "").unwrap();
             assert_eq!((tokenizer.engine_kind(), tokenizer.vocab_size()), (EngineKind::HuggingFace, 1 << 32));
             ids.clear();
             tokenizer.encoder(EncodeOptions::default()).unwrap().encode("a b", &mut ids).unwrap();

@@ -2,6 +2,7 @@
 
 use super::pairs::{MAX_TOKENS, PairTable};
 use super::trie::NONE;
+use crate::simd::Fixed;
 
 /// Bits of the half of a token, the lower ones of an entry.
 const HALF_BITS: u32 = MAX_TOKENS.trailing_zeros();
@@ -17,9 +18,11 @@ const CLASSES: u64 = 64 - HALF_BITS as u64;
 /// has a table of its own of 8 bytes a token: the tables of 100,000 tokens fit into the second-level cache.
 pub(crate) struct Borders {
     /// Right half of a token, and the classes of tokens that merge behind it.
-    as_left: Vec<u64>,
+    as_left: Fixed<u64>,
     /// Left half of a token, and the classes of tokens that merge before it.
-    as_right: Vec<u64>,
+    as_right: Fixed<u64>,
+    /// Tokens so far.
+    len: u32,
     pairs: PairTable,
 }
 
@@ -30,33 +33,26 @@ fn class_place(token: u32) -> u32 {
 }
 
 impl Borders {
-    /// Without tokens; room for `count`.
-    pub(crate) fn with_capacity(count: usize) -> Self {
-        Self {
-            as_left: Vec::with_capacity(count),
-            as_right: Vec::with_capacity(count),
-            pairs: PairTable::with_capacity(count),
-        }
-    }
-
-    /// Number of tokens.
-    fn len(&self) -> u32 {
-        self.as_left.len() as u32
+    /// Without tokens; room for `count`, of which `merged` are made by merges.
+    pub(crate) fn with_room(count: usize, merged: usize) -> Self {
+        let symbols = || Fixed::from(vec![NO_HALF; count]);
+        Self { as_left: symbols(), as_right: symbols(), len: 0, pairs: PairTable::with_capacity(merged) }
     }
 
     /// Adds a symbol, older than all tokens that are made by merges.
     pub(crate) fn push_symbol(&mut self) {
-        self.as_left.push(NO_HALF);
-        self.as_right.push(NO_HALF);
+        self.len += 1;
     }
 
     /// Adds the token that two others merge into, younger than all there are.
     pub(crate) fn push_merge(&mut self, left: u32, right: u32) {
-        self.pairs.insert(left, right, self.len());
+        let product = self.len;
+        self.pairs.insert(left, right, product);
         self.as_left[left as usize] |= 1 << class_place(right);
         self.as_right[right as usize] |= 1 << class_place(left);
-        self.as_left.push(u64::from(right));
-        self.as_right.push(u64::from(left));
+        self.as_left[product as usize] = u64::from(right);
+        self.as_right[product as usize] = u64::from(left);
+        self.len += 1;
     }
 
     /// The token that two others merge into, or [`NONE`].

@@ -1,5 +1,7 @@
 //! The merges of a vocabulary: a flat table from two tokens to the token that they make.
 
+use crate::simd::Fixed;
+
 /// Largest number of tokens that the packed table holds.
 pub(crate) const MAX_TOKENS: usize = 1 << 21;
 
@@ -8,7 +10,7 @@ const HASH: u64 = 0x9E37_79B9_7F4A_7C15;
 /// Open addressing over packed words: left (21 bits), right (21 bits), product (22 bits). A product is never 0, so an
 /// empty word is 0.
 pub(crate) struct PairTable {
-    words: Vec<u64>,
+    words: Fixed<u64>,
     shift: u32,
 }
 
@@ -16,7 +18,7 @@ impl PairTable {
     /// A table for at most `count` pairs.
     pub(crate) fn with_capacity(count: usize) -> Self {
         let size = (count * 2).next_power_of_two().max(64);
-        Self { words: vec![0; size], shift: 64 - size.trailing_zeros() }
+        Self { words: vec![0; size].into(), shift: 64 - size.trailing_zeros() }
     }
 
     #[inline]

@@ -4,6 +4,8 @@
 //! one word: base of its children, the byte that leads to it, and the token that ends there. No two nodes share a base,
 //! so that the byte alone proves that a slot belongs to the node.
 
+use crate::simd::Fixed;
+
 /// Bit of a slot that holds a node.
 const USED: u64 = 1 << 31;
 /// Place of the number of the token that ends at a node, plus 1.
@@ -16,7 +18,7 @@ pub(crate) const NONE: u32 = u32::MAX;
 /// A set of byte strings, each with a number.
 pub(crate) struct Trie {
     /// `value << VALUE | USED | base << 8 | label`; a free slot is 0.
-    nodes: Vec<u64>,
+    nodes: Fixed<u64>,
     /// Nodes that first bytes lead to, or 0.
     first: Vec<u64>,
     /// Nodes that the first two bytes lead to, or 0.
@@ -29,15 +31,18 @@ impl Trie {
     /// From strings in ascending order without repetition; none is empty. `None` if they are too many for the layout.
     pub(crate) fn build(entries: &[(&[u8], u32)]) -> Option<Self> {
         let mut builder = Builder {
-            trie: Self { nodes: vec![0; 1024], first: vec![0; 1 << 8], second: vec![0; 1 << 16] },
+            nodes: vec![0; 1024],
             used_bases: vec![false; 1024],
             taken: vec![0; 1024 / 64],
             first_free: 256, // bases of at least 256: the slots below belong to no child
         };
         builder.taken[..256 / 64].fill(u64::MAX);
         builder.place(ROOT, entries)?;
-        let mut trie = builder.trie;
-        trie.nodes.resize(trie.nodes.len().next_multiple_of(256) + 256, 0);
+        let mut nodes = builder.nodes;
+        // Behind the last node nothing is looked up but children that are not there.
+        let used = nodes.iter().rposition(|&node| node != 0).unwrap_or(0) + 1;
+        nodes.resize(used.next_multiple_of(256) + 256, 0);
+        let mut trie = Self { nodes: nodes.into(), first: vec![0; 1 << 8], second: vec![0; 1 << 16] };
         for first in 0..=255u8 {
             let Some(node) = trie.step(trie.nodes[ROOT], first) else { continue };
             trie.first[usize::from(first)] = node;
@@ -89,7 +94,7 @@ impl Trie {
 }
 
 struct Builder {
-    trie: Trie,
+    nodes: Vec<u64>,
     used_bases: Vec<bool>,
     /// One bit for each slot that is taken.
     taken: Vec<u64>,
@@ -102,7 +107,7 @@ impl Builder {
         let mut stack = vec![(node, 0usize, 0..entries.len())];
         let mut children: Vec<(u8, std::ops::Range<usize>)> = Vec::new();
         while let Some((node, depth, mut range)) = stack.pop() {
-            let mut word = self.trie.nodes[node] & (USED | 0xFF);
+            let mut word = self.nodes[node] & (USED | 0xFF);
             if entries[range.clone()].first().is_some_and(|(text, _)| text.len() == depth) {
                 word |= (u64::from(entries[range.start].1) + 1) << VALUE;
                 range.start += 1;
@@ -120,12 +125,12 @@ impl Builder {
                 word |= (base as u64) << 8;
                 for (byte, range) in children.drain(..) {
                     let child = base ^ usize::from(byte);
-                    self.trie.nodes[child] = USED | u64::from(byte);
+                    self.nodes[child] = USED | u64::from(byte);
                     self.taken[child / 64] |= 1 << (child % 64);
                     stack.push((child, depth + 1, range));
                 }
             }
-            self.trie.nodes[node] = word;
+            self.nodes[node] = word;
         }
         Some(())
     }
@@ -135,9 +140,9 @@ impl Builder {
         let mut free = self.first_free;
         let mut tried = 0;
         loop {
-            if free + 512 >= self.trie.nodes.len() {
-                let len = self.trie.nodes.len() * 2;
-                self.trie.nodes.resize(len, 0);
+            if free + 512 >= self.nodes.len() {
+                let len = self.nodes.len() * 2;
+                self.nodes.resize(len, 0);
                 self.used_bases.resize(len, false);
                 self.taken.resize(len / 64, 0);
             }

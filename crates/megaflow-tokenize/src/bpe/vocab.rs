@@ -139,6 +139,9 @@ const MAX_LATE: usize = 4096;
 /// A word that begins with a token of at most these bytes is taken for one of which little merges.
 const FEW: usize = 2;
 
+/// The same of a piece of a word: characters whose neighbours are rare, of which a longer row merges a lot.
+const TINY: usize = 8;
+
 /// Shortest word that is looked at for being a run of one byte.
 const LONG_RUN: usize = 64;
 
@@ -169,7 +172,7 @@ impl Tables {
             shorter: Vec::new(),
             lens: Vec::new(),
             ids: Vec::with_capacity(source.tokens.len()),
-            borders: Borders::with_capacity(source.tokens.len()),
+            borders: Borders::with_room(max_id + 1, source.tokens.len()),
             trie: Trie::build(&[]).ok_or_else(|| TokenizeError::invalid("empty trie"))?,
             bytes: None,
             late: None,
@@ -219,7 +222,8 @@ impl Tables {
             let [byte] = text_of[id as usize] else { return None };
             symbols[usize::from(*byte)] = age_of[id as usize];
         }
-        (!symbols.contains(&NONE)).then(|| Bytes::new(symbols, &self.borders))
+        let texts = self.ids.iter().map(|&id| text_of[id as usize]);
+        (!symbols.contains(&NONE)).then(|| Bytes::new(symbols, &self.borders, texts))
     }
 
     /// The tokens that appear by a merge whose halves are younger than its rank.
@@ -326,14 +330,38 @@ impl Tables {
             out.push(self.ids[first.0 as usize]);
             return true;
         }
-        if let Some(bytes) = self.bytes.as_ref().filter(|_| word.len() <= SMALL && first.1 <= FEW) {
-            bytes.encode(word, &self.borders, &self.ids, out);
-            return true;
-        }
         if word.len() >= LONG_RUN && self.ids_of_run(word, out) {
             return true;
         }
-        self.search(word, first, scratch, out)
+        // Tokens of ASCII alone join almost all pairs of its bytes: there is nothing to be cut.
+        let bytes = self.bytes.as_ref().filter(|_| word.last().is_some_and(|byte| !byte.is_ascii()));
+        if let Some(bytes) = bytes.filter(|bytes| bytes.first_cut(word) < word.len()) {
+            return bytes.pieces(word, |piece| {
+                bytes.encode_tiny(piece, &self.ids, out)
+                    || self.merge_or_search(piece, TINY, self.trie.longest(piece), scratch, out)
+            });
+        }
+        self.merge_or_search(word, SMALL, first, scratch, out)
+    }
+
+    /// Appends the ids of a word that `first` begins, by the way that suits it: up to `small` bytes with little to merge by
+    /// the definition, else by the search.
+    #[inline]
+    fn merge_or_search(
+        &self,
+        word: &[u8],
+        small: usize,
+        first: (u32, usize),
+        scratch: &mut Scratch,
+        out: &mut Vec<u32>,
+    ) -> bool {
+        match &self.bytes {
+            Some(bytes) if word.len() <= small && first.1 <= FEW => {
+                bytes.encode(word, &self.borders, &self.ids, out);
+                true
+            }
+            _ => self.search(word, first, scratch, out),
+        }
     }
 
     /// Appends the ids of one byte many times; `false` if the word is something else.

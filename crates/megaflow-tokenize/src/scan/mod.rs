@@ -89,33 +89,44 @@ impl Scanner {
     fn mark(&mut self, rule: PlainRule, is_cased: bool, text: &[u8]) -> bool {
         simd::classify(text, &mut self.masks);
         let table = ClassTable::get();
+        let of = |class: u8, mask: u8| u64::from(class & mask != 0).wrapping_neg();
         for block in 0..self.masks.len() - 1 {
             let mut leads = self.masks[block].high & !self.masks[block].continuation;
+            let (mut letter, mut number, mut space, mut upper, mut caseless) = (0, 0, 0, 0, 0);
+            let (mut bit, mut bytes, mut class) = (0, 0u64, 0);
             while leads != 0 {
-                let bit = leads.trailing_zeros() as usize;
+                bit = leads.trailing_zeros();
                 leads &= leads - 1;
-                let (code, len) = decode(text, block * 64 + bit);
-                let class = table.bits(code);
-                let bytes = ((1u128 << len) - 1) << bit;
-                let (here, next) = (bytes as u64, (bytes >> 64) as u64);
-                let of = |mask: u8| if class & mask != 0 { u64::MAX } else { 0 };
-                let (letter, number, space) = (of(rule.letters), of(class::NUMBER), of(class::SPACE));
-                self.masks[block].letter |= here & letter;
-                self.masks[block].number |= here & number;
-                self.masks[block].space |= here & space;
-                self.masks[block + 1].letter |= next & letter;
-                self.masks[block + 1].number |= next & number;
-                self.masks[block + 1].space |= next & space;
+                let (code, len) = decode(text, block * 64 + bit as usize);
+                (bytes, class) = ((1 << len) - 1, table.bits(code));
+                let here = bytes << bit;
+                letter |= here & of(class, rule.letters);
+                number |= here & of(class, class::NUMBER);
+                space |= here & of(class, class::SPACE);
                 if is_cased {
                     if class & class::MARK != 0 {
                         return false;
                     }
-                    let upper = of(class::UPPER);
-                    let caseless = letter & !of(class::UPPER | class::LOWER);
-                    self.masks[block].upper |= here & upper;
-                    self.masks[block].caseless |= here & caseless;
-                    self.masks[block + 1].upper |= next & upper;
-                    self.masks[block + 1].caseless |= next & caseless;
+                    upper |= here & of(class, class::UPPER);
+                    caseless |= here & of(class, rule.letters) & !of(class, class::UPPER | class::LOWER);
+                }
+            }
+            let masks = &mut self.masks[block];
+            masks.letter |= letter;
+            masks.number |= number;
+            masks.space |= space;
+            masks.upper |= upper;
+            masks.caseless |= caseless;
+            // The last character may reach into the next block.
+            let rest = if bit == 0 { 0 } else { bytes >> (64 - bit) };
+            if rest != 0 {
+                let masks = &mut self.masks[block + 1];
+                masks.letter |= rest & of(class, rule.letters);
+                masks.number |= rest & of(class, class::NUMBER);
+                masks.space |= rest & of(class, class::SPACE);
+                if is_cased {
+                    masks.upper |= rest & of(class, class::UPPER);
+                    masks.caseless |= rest & of(class, rule.letters) & !of(class, class::UPPER | class::LOWER);
                 }
             }
         }

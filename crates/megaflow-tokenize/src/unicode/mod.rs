@@ -71,7 +71,7 @@ impl ClassTable {
 }
 
 /// Code point and length of the character that starts at `at` in valid UTF-8.
-#[inline]
+#[inline(always)]
 pub(crate) fn decode(text: &[u8], at: usize) -> (u32, usize) {
     let first = text[at];
     let byte = |offset: usize| u32::from(text[at + offset] & 0x3F);
