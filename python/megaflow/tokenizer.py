@@ -1,17 +1,20 @@
 """Text to token ids and back."""
 
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from megaflow import _core
 from megaflow.errors import ConfigError, MissingFileError, TokenizerError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 GPT2 = "GPT2BPETokenizer"
 HUGGING_FACE = "HuggingFaceTokenizer"
@@ -25,19 +28,19 @@ StrPath = str | os.PathLike[str]
 class Tokenizer:
     """A tokenizer: shared by threads, safe to use after fork, pickled by its files."""
 
-    def __init__(self, core: "_core.Tokenizer", tokenizer_type: str) -> None:
+    def __init__(self, core: _core.Tokenizer, tokenizer_type: str) -> None:
         self._core = core
         self.type = tokenizer_type
         """Megatron's name of the kind, such as `GPT2BPETokenizer` or `HuggingFaceTokenizer`."""
 
     @classmethod
-    def gpt2(cls) -> "Tokenizer":
+    def gpt2(cls) -> Tokenizer:
         """GPT-2's tokenizer, whose files come with this package: 50,257 ids, end of document 50256."""
         folder = Path(str(files("megaflow"))) / "data" / "gpt2"
         return cls(_core.Tokenizer.load(folder / "vocab.json", folder / "merges.txt"), GPT2)
 
     @classmethod
-    def from_file(cls, path: StrPath) -> "Tokenizer":
+    def from_file(cls, path: StrPath) -> Tokenizer:
         """From a `tokenizer.json`, a SentencePiece `.model`, tiktoken ranks, or a folder that holds a tokenizer.
 
         Content decides what a file is. A folder may also hold `vocab.json` and `merges.txt`.
@@ -52,7 +55,7 @@ class Tokenizer:
         return cls(core, HUGGING_FACE)
 
     @classmethod
-    def from_name(cls, name: str, *, revision: str | None = None) -> "Tokenizer":
+    def from_name(cls, name: str, *, revision: str | None = None) -> Tokenizer:
         """From a repository `org/name` of the Hugging Face hub: from its local cache, or downloaded into it.
 
         Raises:
@@ -86,7 +89,7 @@ class Tokenizer:
         tokenizer_model: StrPath | None = None,
         vocab_file: StrPath | None = None,
         merge_file: StrPath | None = None,
-    ) -> "Tokenizer":
+    ) -> Tokenizer:
         """From Megatron's arguments; without any of them, GPT-2's tokenizer.
 
         Args:
@@ -201,6 +204,8 @@ class Tokenizer:
         Raises:
             TokenizerError: for an id outside the vocabulary, and for anything but one row of whole numbers.
         """
+        import numpy as np  # here: commands that only encode start without it
+
         numbers = np.asarray(ids)
         if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
             found = f"{numbers.dtype} of shape {numbers.shape}"
