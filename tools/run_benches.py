@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
-"""All benchmarks: criterion in the crates that have benches, then the programs in benches/ (README.md there)."""
+"""All benchmarks: criterion in the crates that have benches, then the programs in benches/ (README.md there).
+
+python3 tools/run_benches.py                                       # everything
+python3 tools/run_benches.py tokenizer -- --quick --only real      # one, with arguments of its own
+"""
 
 from __future__ import annotations
 
@@ -29,14 +33,25 @@ def rivals_steps() -> list[Step]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="crates or programs; all if none is named")
-    names = parser.parse_args().names
-    environment = prepare_or_exit()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "names", nargs="*", help="crates or programs; all if none is named; behind -- its own arguments"
+    )
+    words = sys.argv[1:]
+    cut = words.index("--") if "--" in words else len(words)
+    names, own = parser.parse_args(words[:cut]).names, words[cut + 1 :]
     crates = sorted({path.parents[1].name for path in ROOT.glob("crates/*/benches/*.rs")})
-    steps = [Step(crate, ["cargo", "bench", "-p", crate, "--bench", "*"]) for crate in crates]
+    if unknown := set(names) - {*crates, *PROGRAMS}:
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join([*crates, *PROGRAMS])}")
+    if own and len(names) != 1:
+        parser.error("arguments behind -- are those of one benchmark: name it before them")
+    environment = prepare_or_exit()
+    steps = [
+        Step(crate, ["cargo", "bench", "-p", crate, "--bench", "*", *(["--", *own] if own else [])]) for crate in crates
+    ]
     steps += [
-        Step(name, [environment.python, f"benches/{name}.py"], {"PYTHONPATH": str(ROOT / "tools")}) for name in PROGRAMS
+        Step(name, [environment.python, f"benches/{name}.py", *own], {"PYTHONPATH": str(ROOT / "tools")})
+        for name in PROGRAMS
     ]
     if not names or "tokenizer" in names:
         run_steps(rivals_steps(), environment.variables())  # what is missing, the benchmark says itself
