@@ -12,7 +12,7 @@ from megaflow_trainer.config.arithmetic import count_flops_per_token, count_para
 from megaflow_trainer.config.presets import PRESETS
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.attention import Attention, LatentAttention
-from megaflow_trainer.model.context import make_context
+from megaflow_trainer.model.context import Places, make_context
 from megaflow_trainer.model.gpt import GPT, FurtherPrediction, build_gpt, stack_labels
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.rope import Rotary, compute_frequencies, make_rotary, rotate
@@ -244,7 +244,7 @@ def test_further_predictions_enter_the_gradient_and_not_the_loss() -> None:
 def test_a_further_prediction_is_scored_on_the_token_after_the_next() -> None:
     model, tokens = make_model(num_mtp_layers=1, mtp_loss_scale=1.0, **LLAMA), make_tokens(17)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    context = make_context(model.config, inputs)
+    context = make_context(Places(model.config), inputs)
     x = model.run_blocks(model.embed(inputs, context), context)
     part = model.further[0]
     _, normed = part(x, model.embedding(labels), context)  # token i + 1 beside what is known at i
@@ -265,7 +265,7 @@ def test_losses_of_further_predictions_are_kept_apart_of_the_last_forward_in_tra
         assert torch.equal(losses != 0, is_known)
         assert not losses.requires_grad
     assert len(model.side_losses) == 2
-    context = make_context(model.config, tokens[:, :-1])
+    context = make_context(Places(model.config), tokens[:, :-1])
     x = model.run_blocks(model.embed(tokens[:, :-1], context), context)
     total = model.compute_further(x, stack_labels(tokens[:, 1:], 2), context)
     torch.testing.assert_close(total.sum(), 0.15 * sum(losses.sum() for losses, _ in model.side_losses.values()))
@@ -312,7 +312,7 @@ def test_latent_attention_follows_its_equations() -> None:
     attention = LatentAttention(config, Sockets(attention=attend_math))
     b, s, n, d, r, v = 2, 5, config.num_heads, config.qk_dim, config.qk_rotary_dim, config.v_dim
     x = torch.randn(b, s, config.hidden_dim)
-    context = make_context(config, torch.zeros(1, s, dtype=torch.int64))
+    context = make_context(Places(config), torch.zeros(1, s, dtype=torch.int64))
     q = attention.q_up(x).view(b, s, n, d + r).transpose(1, 2)
     latent, shared = attention.kv_down(x).split([config.kv_latent_dim, r], dim=-1)
     k_plain, value = (
@@ -339,7 +339,10 @@ def test_queries_and_keys_are_normed_before_they_turn() -> None:
     attention = Attention(config, Sockets(attention=core))
     assert attention.q_norm is not None
     attention.q_norm.weight.data.normal_()
-    x, context = torch.randn(1, 4, config.hidden_dim), make_context(config, torch.zeros(1, 4, dtype=torch.int64))
+    x, context = (
+        torch.randn(1, 4, config.hidden_dim),
+        make_context(Places(config), torch.zeros(1, 4, dtype=torch.int64)),
+    )
     attention(x, context)
     rotary = context.rotary
     assert rotary is not None

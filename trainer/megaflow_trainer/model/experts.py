@@ -58,7 +58,12 @@ class Experts(nn.Module):
         """`[r, h]` to `[r, h]`; `counts`, int64 `[e]`, says how many rows each expert has, the first ones first."""
         sizes = self.product.prepare(counts)
         up = self._widen(self.up, rows, counts, sizes)
-        inner = self.activate(up, None if self.gate is None else self._widen(self.gate, rows, counts, sizes))
+        gate = None if self.gate is None else self._widen(self.gate, rows, counts, sizes)
+        return self.narrow(up, gate, counts, sizes)
+
+    def narrow(self, up: Tensor, gate: Tensor | None, counts: Tensor, sizes: Any) -> Tensor:
+        """The activation function and the last product, `[r, f]` to `[r, h]`; `sizes` are the product's."""
+        inner = self.activate(up, gate)
         matrices, bias, main_grad = self.down(self.num_experts)
         y = self.product.multiply(inner, matrices, sizes, is_transposed=False, main_grad=main_grad)
         return y if bias is None else y + self._spread(bias * float(self.has_bias_turn), counts, len(y))

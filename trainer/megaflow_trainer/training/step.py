@@ -91,21 +91,20 @@ def train_step(
     for number in range(0 if model.pipeline is not None else plan.num_micro_batches):
         batch = take_own(model, feed.next())
         numbers = _number_samples(plan, number, mesh, config)
-        if model.graph is not None:
-            with clock.phase(BACKWARD):  # forward too: both are one graph
-                loss_sum, by_sample = replay_losses(model, model.graph, batch, numbers)
-        else:
-            with clock.phase(FORWARD):
+        with clock.phase(FORWARD if model.graph is None else BACKWARD):  # a graph is of both
+            if model.graph is None:
                 loss_sum, by_sample = sum_losses(model, batch, numbers, lift)
-            with clock.phase(BACKWARD):
-                (loss_sum if lift == 1 else loss_sum * lift).backward()
-                loss_sum = loss_sum.detach()  # its graph is cleared away here, not somewhere between phases
-        with clock.phase(FORWARD):
-            totals[0].add_(loss_sum)
+            else:
+                loss_sum, by_sample = replay_losses(model, model.graph, batch, numbers)
+            totals[0].add_(loss_sum.detach())
             totals[1].add_(batch.num_tokens)  # a scalar: a tensor made of it would wait for the device
             sides.add(model.side_losses, batch.mask)
             report.sample_ids += batch.sample_ids
             report.sample_losses.append(by_sample)
+        if model.graph is None:
+            with clock.phase(BACKWARD):
+                (loss_sum if lift == 1 else loss_sum * lift).backward()
+                del loss_sum  # its graph is cleared away here, not somewhere between phases
         feed.prepare()
     with clock.phase(COMMUNICATION):
         sum_over(totals, mesh.loss_group, mesh.meter("world"))
