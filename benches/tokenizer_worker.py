@@ -27,6 +27,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np  # noqa: F401 - by all engines, before any clock: some import it with the package, others at their first call
+
 from tokenizer_inputs import adversarial
 
 BATCH = 1500
