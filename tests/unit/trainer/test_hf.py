@@ -159,6 +159,26 @@ def test_export_import_export_is_the_same_bytes(family: str, tmp_path: Path) -> 
     assert torch.equal(load(config, weights).compute_logits(tokens)[..., :61], load(read, back).compute_logits(tokens))
 
 
+@pytest.mark.parametrize(
+    "family, names",
+    [
+        ("mixtral", ("model.layers.1.block_sparse_moe.experts.{}.{}.weight", "w1", "w3", "w2")),
+        ("deepseek_v3", ("model.layers.1.mlp.experts.{}.{}.weight", "gate_proj", "up_proj", "down_proj")),
+    ],
+)
+def test_each_expert_is_the_tensor_of_its_number(family: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    config = make_shape(**SHAPES[family])
+    weights = make_weights(config)
+    write_hf(tmp_path, config, weights)
+    stored, width = load_file(tmp_path / "model.safetensors"), config.expert_width
+    pattern, *theirs = names
+    for ours, part in zip(("gate", "up", "down"), theirs, strict=True):
+        for expert in range(4):
+            rows = weights[f"blocks.1.mlp.experts.{ours}.weight"][expert * width : (expert + 1) * width]
+            found = stored[pattern.format(expert, part)]
+            assert torch.equal(found.T if ours == "down" else found, rows)
+
+
 def test_what_has_no_hugging_face_form_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="this model has no Hugging Face form"):
         write_hf(tmp_path, make_shape(activation="squared_relu"), {})
