@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,44 +31,74 @@ CONFIG = ModelConfig(
 BATCH, LENGTH = 4, 6
 
 
-def run_layer(pool: Mesh, layout: Layout, dispatcher: str) -> dict[str, Any] | None:
-    """Output of this rank's samples, and gradients of what it holds, summed over ranks with the same."""
+def run_layer(pool: Mesh, layout: Layout, dispatcher: str, changes: dict[str, Any], cuts: int) -> dict[str, Any] | None:
+    """Output of this rank's samples, and gradients of what it holds, summed over ranks with the same; the samples go
+    through the layer in `cuts` micro-batches.
+    """
     mesh = find_mesh(pool, layout)
     if pool.rank >= layout.size:
         return None
-    holder = nn.Module()
-    holder.mlp = MoE(CONFIG, Sockets(), 0).to(torch.float64)
+    config, holder = replace(CONFIG, **changes), nn.Module()
+    holder.mlp = MoE(config, Sockets(), 0).to(torch.float64)
     parts = ShardMap.of(holder)
-    shard_experts(holder, mesh, parts, ParallelConfig(ep=layout.ep, dispatcher=dispatcher))
-    init_weights(holder, CONFIG, seed=4, parts=parts.shards)
+    shard_experts(holder, mesh, parts, ParallelConfig(tp=layout.tp, ep=layout.ep, dispatcher=dispatcher))
+    init_weights(holder, config, seed=4, parts=parts.shards)
     gradients = MainGradients(holder, mesh, parts)
-    gradients.start()
+    gradients.start(cuts)
     generator = torch.Generator().manual_seed(7)
     x, out_grad = (torch.randn(BATCH, LENGTH, 8, dtype=torch.float64, generator=generator) for _ in range(2))
     own = slice(mesh.dp_rank * BATCH // layout.dp, (mesh.dp_rank + 1) * BATCH // layout.dp)
     x = x[own].requires_grad_()
-    y = holder.mlp(x)
+    y = torch.cat([holder.mlp(part) for part in x.chunk(cuts)])
     y.backward(out_grad[own])
     gradients.reduce()
     found = {main.name: (parts.shards[main.name].pieces, main.main_grad.clone()) for main in gradients.parameters}
-    return {"samples": own, "y": y.detach(), "x_grad": x.grad, "grads": found, "norm": gradients.norm().item()}
+    dropped = holder.mlp.router.tally.num_dropped.item()
+    norm = gradients.norm().item()
+    return {"samples": own, "y": y.detach(), "x_grad": x.grad, "grads": found, "norm": norm, "dropped": dropped}
+
+
+FOLDED = {
+    "ep2": Layout(ep=2, dp_replicate=2),
+    "ep4": Layout(ep=4, dp_replicate=4),
+    "ep2.dp2": Layout(ep=2, dp_shard=4),
+    "ep2.tp2": Layout(tp=2, ep=2, etp=2, dp_replicate=2),  # every matrix and bias of an expert on two ranks
+    "ep4.tp2_folded": Layout(tp=2, ep=4, dp_replicate=2),
+}
+DROPS = {"capacity_factor": 0.5}
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-@pytest.mark.parametrize(
-    "layout", [Layout(ep=2, dp_replicate=2), Layout(ep=4, dp_replicate=4), Layout(ep=2, dp_shard=4)]
-)
-def test_a_layer_over_ranks_equals_one_process(eight_ranks: RankPool, layout: Layout, dispatcher: str) -> None:
-    one = run_layer(one_rank(), Layout(), dispatcher)
+@pytest.mark.parametrize("layout", FOLDED)
+def test_a_layer_over_ranks_equals_one_process(eight_ranks: RankPool, layout: str, dispatcher: str) -> None:
+    compare(eight_ranks, FOLDED[layout], dispatcher, {})
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("changes", [DROPS, {**DROPS, "pads_to_capacity": True}], ids=["rows", "padded"])
+def test_choices_that_a_rank_drops_are_those_of_its_tokens_alone(
+    eight_ranks: RankPool, changes: dict[str, Any], dispatcher: str
+) -> None:
+    assert compare(eight_ranks, FOLDED["ep4"], dispatcher, changes) > 0
+
+
+def compare(pool: RankPool, layout: Layout, dispatcher: str, changes: dict[str, Any]) -> int:
+    """Ranks against one process that takes their samples one after the other; returns how many choices are dropped."""
+    one = run_layer(one_rank(), Layout(), dispatcher, changes, layout.dp)
     assert one is not None
-    for found in eight_ranks.run(run_layer, layout, dispatcher)[: layout.size]:
+    outcomes = pool.run(run_layer, layout, dispatcher, changes, 1)[: layout.size]
+    for found in outcomes:
         close(found["y"], one["y"][found["samples"]])
         close(found["x_grad"], one["x_grad"][found["samples"]])
         for name, (pieces, grad) in found["grads"].items():
             full = one["grads"][name][1]
             assert full.abs().max() > 1e-6
             close(grad, torch.cat([full[piece.start : piece.start + piece.length] for piece in pieces]))
-        assert found["norm"] == pytest.approx(one["norm"], rel=1e-14)
+        if layout.tp == 1:
+            assert found["norm"] == pytest.approx(one["norm"], rel=1e-14)
+    dropped: int = sum(found["dropped"] for found in outcomes)
+    assert dropped == one["dropped"]
+    return dropped
 
 
 def close(one: Tensor, other: Tensor) -> None:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.layouts import Case, find_difference, run_case
 from helpers.ranks import RankPool
@@ -22,6 +23,8 @@ TP2, PP2, CP2 = (f"--{name}-parallel-size 2" for name in ("tensor-model", "pipel
 SP, ZERO1, ZERO2 = "--sequence-parallel", "--use-distributed-optimizer", "--zero-stage 2"
 GATHER = "--moe-token-dispatcher-type allgather"
 SMALL = "--ddp-bucket-size 4000"
+BALANCE = "--moe-aux-loss-coeff 1 --moe-router-load-balancing-type"
+EVEN, GLOBALLY = f"{BALANCE} aux_loss", f"{BALANCE} global_aux_loss"
 PRECISION = {"losses": 2e-5, "norms": 1e-5, "weights": 1e-4}
 
 
@@ -51,6 +54,7 @@ CASES = {
     "micro8": Case("moe_bias", "", 1, micro=8),
     "dp2": Case("moe", SMALL, 2),
     "ep2": Case("moe", EP2, 2),
+    "ep2_masked": Case("moe", EP2, 2, micro=1, common="--eod-mask-loss --moe-z-loss-coeff 0.1"),
     "ep2_bias": Case("moe_bias", EP2, 2, micro=1),
     "ep2_gather": Case("moe", f"{EP2} {GATHER}", 2),
     "ep4": Case("moe", f"{EP4} {SMALL}", 4),
@@ -72,6 +76,10 @@ CASES = {
     "ep2.pp2_zero_bubble": Case("moe", f"{EP2} {PP2} --pipeline-schedule zero_bubble", 4),
     "ep2.dp2_zero1": Case("moe", f"{EP2} {ZERO1} {SMALL}", 4),
     "ep2.dp2_zero2": Case("moe_bias", f"{EP2} {ZERO2} {SMALL}", 4, micro=1),
+    "ep2.cp2_even": Case("moe", f"{EP2} {CP2}", 2, common=EVEN),
+    "tp2_etp1_even": Case("moe", f"{TP2} {SP} {ETP1}", 2, common=EVEN),
+    "ep2_even_globally": Case("moe", EP2, 2, micro=1, common=GLOBALLY),
+    "ep2.tp2_even_globally": Case("moe", f"{EP2} {TP2} {SP}", 4, micro=1, common=GLOBALLY),
     "dp2_zero3": Case("moe", "--zero-stage 3", 2),
     "ep2.tp2.dp2": Case("moe", f"{EP2} {TP2} {SP} {ZERO1} {SMALL}", 8, micro=1),
     "ep4.tp2_folded": Case("moe_bias", f"{EP4} {TP2} {ETP1}", 8, micro=1),
@@ -80,7 +88,8 @@ CASES = {
 
 EVERY_TIME = (
     *("micro1", "ep2", "ep4", "ep2_gather", "tp2_etp1", "ep2.tp2", "ep2.pp2", "ep2.cp2", "ep2.tp2_padded"),
-    *("ep2.dp2_zero1", "dp2_zero3", "ep2.tp2.dp2", "ep2.pp2_documents"),
+    *("ep2.dp2_zero1", "dp2_zero3", "ep2.tp2.dp2", "ep2.pp2_documents", "tp2_etp1_even", "ep2_even_globally"),
+    "ep2_masked",
 )
 
 
@@ -112,6 +121,7 @@ REMOVED: dict[str, tuple[Any, str, Any]] = {
     "the ranks of gradients": (apply, "shard_experts", hold_experts_as_layers),
     "terms of copied routers": (data, "add_terms", lambda views, mesh: None),
     "squares of the norm": (data, "sum_over", lambda x, group, meter: None),
+    "numbers of micro-batches of all ranks": (expert, "_share_numbers", lambda layer, mesh: None),
     "numbers of shared samples": (expert, "_share_numbers", lambda layer, mesh: None),
     "counts of other ranks": (load, "sum_over", lambda x, group, meter: None),
 }
@@ -119,6 +129,7 @@ BROKEN = {
     "the ranks of gradients": Case("moe", EP2, 2),
     "terms of copied routers": Case("moe", f"{TP2} {ETP1}", 2),
     "squares of the norm": Case("moe", EP2, 2),
+    "numbers of micro-batches of all ranks": Case("moe", EP2, 2, micro=1, common=GLOBALLY),
     "numbers of shared samples": Case("moe", f"{TP2} {SP} {ETP1}", 2, common="--moe-aux-loss-coeff 1"),
     "counts of other ranks": Case("moe_bias", EP2, 2, micro=1),
 }
@@ -128,7 +139,7 @@ BROKEN = {
 def test_what_is_left_out_is_noticed(eight_ranks: RankPool, where: str) -> None:
     case = BROKEN[where]
     found = eight_ranks.run(run_broken, case, where)[0]
-    difference = find_difference(run_alone(replace(case, flags="", num_ranks=1)), found)
+    difference = find_difference(run_alone(replace(case, flags="", num_ranks=1, micro=2)), found)
     assert any(difference[name] > 10 * largest for name, largest in PRECISION.items()), difference
 
 
@@ -150,6 +161,8 @@ def test_bf16_keeps_close_to_one_rank_and_the_router_wide(eight_ranks: RankPool)
         assert difference["norms"] <= 5e-2, difference
         assert found["dtypes"]["blocks.0.mlp.router.weight"] == "torch.float32"
         assert found["dtypes"]["blocks.0.mlp.experts.up.weight"] == "torch.bfloat16"
+        router = torch.from_numpy(found["weights"]["blocks.0.mlp.router.weight"])
+        assert (router != router.bfloat16().float()).any()  # ZeRO sent it as wide as it is
 
 
 @pytest.mark.parametrize("name", ["ep2.pp2_bias", "ep2.tp2"])

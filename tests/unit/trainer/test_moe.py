@@ -205,6 +205,14 @@ def test_bf16_scores_would_choose_other_experts_and_ours_do_not() -> None:
     assert (rounded != exact).any()  # the control: what the fault would do
 
 
+def test_a_bias_smaller_than_bf16_can_tell_decides() -> None:
+    config = dataclasses.replace(PLAIN, has_expert_bias=True, router_score="sigmoid", router_top_k=1)
+    bias = torch.tensor([1.0, 1.0001, 1.0, 1.0, 1.0, 1.0])
+    assert bias.bfloat16().unique().numel() == 1  # what rounding would lose
+    chosen, weights = choose(torch.zeros(2, E), config, bias)
+    assert (chosen.flatten().tolist(), weights.flatten().tolist()) == ([1, 1], [0.5, 0.5])  # not in the weights
+
+
 @pytest.mark.parametrize("is_transposed", [True, False])
 def test_products_one_after_the_other_equal_grouped_ones(is_transposed: bool) -> None:
     torch.manual_seed(2)

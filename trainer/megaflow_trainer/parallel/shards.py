@@ -121,13 +121,13 @@ def gather_full(
 
     Every element is answered for by one rank of `group`. Sends one all-reduce a weight that any rank has.
     """
-    shapes: dict[str, tuple[int, ...]] = {name: shards[name].shape for name in weights}
+    kinds = {name: (shards[name].shape, weight.dtype) for name, weight in weights.items()}  # routers are wider
     if group is not None:
-        gathered: list[dict[str, tuple[int, ...]]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(gathered, shapes, group=group)
-        shapes = {name: shape for part in gathered for name, shape in part.items()}
-    device, dtype = next((weight.device, weight.dtype) for weight in weights.values())
-    full = {name: torch.zeros(shape, device=device, dtype=dtype) for name, shape in sorted(shapes.items())}
+        gathered: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{} for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(gathered, kinds, group=group)
+        kinds = {name: kind for part in gathered for name, kind in part.items()}
+    device = next(weight.device for weight in weights.values())
+    full = {name: torch.zeros(shape, device=device, dtype=dtype) for name, (shape, dtype) in sorted(kinds.items())}
     for name, target in full.items():
         if name in weights:
             shards[name].put(weights[name], target)
