@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -121,6 +122,25 @@ class RankPool:
         return False, "no answer in time"
 
 
+def _share_device() -> None:
+    """Let the groups of this process share one device of gloo. Each would have its own, with a thread that wakes a
+    hundred times a second, and a pool makes hundreds of groups: eight ranks would take a core and do nothing.
+    """
+    import torch.distributed as dist
+
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    class Sharing(dist.ProcessGroupGloo):
+        """As torch's, on the shared device."""
+
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = Sharing  # type: ignore[misc]
+
+
 def _serve(place: tuple[int, int, str, str], pipe: Connection) -> None:
     """What a rank does: join, then answer calls until the pipe closes."""
     rank, size, meeting, backend = place
@@ -135,6 +155,7 @@ def _serve(place: tuple[int, int, str, str], pipe: Connection) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     kinds = "gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl"
+    _share_device()
     dist.init_process_group(kinds, init_method=f"file://{meeting}", rank=rank, world_size=size)
     mesh = build_mesh(Launch(rank=rank, world_size=size), device, backend)
     modules: dict[str, ModuleType] = {}
