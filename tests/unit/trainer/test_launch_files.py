@@ -72,7 +72,8 @@ def test_the_operators_job_has_as_many_workers_as_it_waits_for(monkeypatch: pyte
 def test_the_batch_script_runs_the_step_and_queues_itself_again_if_it_is_late(tmp_path: Path, is_late: bool) -> None:
     """With stand-ins for Slurm's commands that write down how they were called."""
     stand_ins = {
-        "scontrol": 'if [ "$1" = show ]; then echo node7; echo node8; else echo "$@" >> "$CALLS"; fi',
+        "scontrol": 'if [ "$1" = show ]; then echo node7; sleep 0.2; seq -f node%g 8 40000; '
+        'else echo "$@" >> "$CALLS"; fi',  # still writing when the first line has been read
         "srun": 'echo "$@" >> "$CALLS"; sleep 30 & trap "kill $!; exit 143" TERM; kill -USR1 $PPID; wait'
         if is_late
         else 'echo "$@" >> "$CALLS"; exit 3',
