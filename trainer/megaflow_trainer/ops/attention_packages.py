@@ -53,7 +53,7 @@ def _call(path: str, *tensors: Tensor, **options: Any) -> Any:
     """Call a function of flash-attn 4. It refuses shapes by assertions, where torch's kernels raise RuntimeError."""
     try:
         return FLASH_4.load(path)(*tensors, **options)
-    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+    except (AssertionError, TypeError, ValueError) as error:
         raise RuntimeError(f"flash-attn-4: {error}") from error
 
 
