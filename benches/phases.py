@@ -81,19 +81,19 @@ class Source:
 
 def measure(prefix: str, folder: Path, kind: str, model: str, num_steps: int) -> dict[str, float]:
     """Shares of the step by phase, and the seconds of a step."""
-    build = run_module.build_loader
+    build = run_module.build_train_loader
 
     @contextmanager
     def wrapped(*args: Any) -> Iterator[Source]:
         with build(*args) as loader:
             yield Source(loader, kind, PAUSES_S[model])
 
-    run_module.build_loader = wrapped  # type: ignore[assignment]
+    run_module.build_train_loader = wrapped  # type: ignore[assignment]
     try:
         with redirect_stdout(io.StringIO()):
             run_tiny(prefix, [*MODELS[model].split(), "--train-iters", str(num_steps), "--run-dir", str(folder / kind)])
     finally:
-        run_module.build_loader = build
+        run_module.build_train_loader = build
     lines = read_metrics(folder / kind)[2:]
     step_s = sum(line["step_time_s"] for line in lines)
     names = (*PHASES, "other", "host_wait")
