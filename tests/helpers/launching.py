@@ -30,11 +30,30 @@ def start_agent(
         )
 
 
-def meet(*, num_nodes: int, restarts: int = 0) -> tuple[str, ...]:
-    """Options by which the agents of several nodes find each other on this machine."""
+def start_rank(log: Path, flags: Sequence[str], rank: int, *, size: int, port: int) -> subprocess.Popen[str]:
+    """One rank without torchrun, as a batch system starts it: the first rank keeps the store."""
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    with log.open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, "trainer/pretrain.py", *flags],
+            cwd=ROOT,
+            env={**os.environ, **where, "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"},
+            text=True,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def find_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def meet(*, num_nodes: int, restarts: int = 0) -> tuple[str, ...]:
+    """Options by which the agents of several nodes find each other on this machine."""
+    port = find_port()
     where = (f"--rdzv-endpoint=localhost:{port}", "--rdzv-backend=c10d", f"--rdzv-id=test{port}")
     return (f"--nnodes={num_nodes}", f"--max-restarts={restarts}", *where)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.launching import end, find_children, meet, start_agent, wait_for
+from helpers.launching import end, find_children, find_port, meet, start_agent, start_rank, wait_for
 from helpers.pairs import write_pair
 from helpers.runs import TINY, read_curve, run_tiny
 
@@ -91,6 +92,23 @@ def test_a_killed_rank_starts_all_anew_from_the_last_checkpoint(
     one, two = read_curve(tmp_path / "one"), read_curve(tmp_path / "run")
     assert [line[0] for line in two] == [line[0] for line in one]
     assert [line[1] for line in two] == pytest.approx([line[1] for line in one], abs=2e-4)
+
+
+@pytest.mark.parametrize("lost, word", [(0, "rank 0 died or ended with an error"), (1, "rank 1 died")])
+def test_without_torchrun_the_rank_that_is_left_says_which_one_died(
+    prefix: str, tmp_path: Path, lost: int, word: str
+) -> None:
+    """The first rank keeps the store, and takes with it what stood there."""
+    logs, port = [tmp_path / f"{rank}.log" for rank in range(2)], find_port()
+    flags = [*TINY, *LENGTH[2:], "--data-path", prefix, "--train-iters", "100000", "--run-dir", str(tmp_path / "run")]
+    ranks = [start_rank(log, flags, rank, size=2, port=port) for rank, log in enumerate(logs)]
+    wait_for(logs[0], "iteration 5/", ranks)
+    ranks[lost].kill()
+    assert end(ranks)[1 - lost] == 78
+    text = logs[1 - lost].read_text()
+    assert [line.split("; ")[0].rpartition(": ")[2] for line in text.splitlines() if line.startswith("error")] == [word]
+    end_of_run = json.loads((tmp_path / "run" / "run.json").read_text())["starts"][-1]["end"]
+    assert (end_of_run["exit_code"], end_of_run["reason"]) == (78, word)
 
 
 def next_to_speak(logs: list[Path], agents: Sequence[subprocess.Popen[str]]) -> int:

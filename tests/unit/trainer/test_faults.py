@@ -42,3 +42,16 @@ def test_a_single_rank_needs_no_board(capsys: pytest.CaptureFixture[str]) -> Non
     board.report("no data")
     assert capsys.readouterr().err == "error: no data\n"
     assert not board.has_any()
+
+
+def test_a_store_that_left_with_its_keeper_tells_nothing() -> None:
+    class Gone(dist.Store):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Broken pipe")
+
+    board = FaultBoard(1, dist.HashStore())
+    assert not board.is_gone()
+    board.store = Gone()
+    assert board.is_gone()
+    assert not board.has_any()
+    assert not FaultBoard(0, None).is_gone()

@@ -167,6 +167,21 @@ def test_a_rank_that_dies_takes_the_others_with_it(how: str, capfd: pytest.Captu
     assert f"error on rank 0: rank 1 {word}; the same command goes on" in capfd.readouterr().err
 
 
+def test_a_rank_that_dies_before_the_others_have_met_is_found_too() -> None:
+    store, codes = dist.HashStore(), []
+    watch = PeerWatch(0, 3, store, end=codes.append, patience_s=WAIT_S)
+    watch.start()  # and finds nobody yet: it looks again in half a second
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        Sibling(store, process.pid)
+        process.kill()
+        process.wait()
+    assert not watch._siblings
+    assert watch.store is not None
+    watch.store.set("who/2", "another-machine 1 1")
+    assert watch.wait_for_lost(WAIT_S) == 1
+    watch.leave(is_well=False)
+
+
 def test_a_single_rank_watches_nobody() -> None:
     watch = PeerWatch(0, 1, None)
     watch.start()

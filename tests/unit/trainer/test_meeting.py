@@ -71,3 +71,12 @@ def test_a_list_with_a_dead_name_is_made_anew() -> None:
         second = pool.submit(meet, store, 1, 2, patience=PATIENCE)
         first.result().set("key", "value")
         assert second.result().get("key") == b"value"
+
+
+def test_the_first_rank_says_for_whom_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError, match=r"in vain \(2 of 3 have not come: 0, 2\)"):
+        meet(store, 1, 3, patience=timedelta(0), news_s=0.0)
+    with pytest.raises(RuntimeError, match=r"in vain \(1 of 3 have not come: 2\)"):
+        meet(store, 0, 3, patience=timedelta(seconds=0.05), news_s=0.01)
+    assert capsys.readouterr().err.splitlines()[0] == "waiting for the ranks: 1 of 3 have not come: 2 after 0 s"

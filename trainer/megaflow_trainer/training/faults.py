@@ -35,12 +35,17 @@ class FaultBoard:
 
     def has_any(self) -> bool:
         """Whether some rank has left a fault: then a broken connection here is only its echo."""
-        if self.store is None:
-            return False
         try:
-            return self.store.check(["any"])
+            return self.store is not None and self.store.check(["any"])
         except RuntimeError:
-            return True  # the store itself is gone: the rank that kept it has left
+            return False  # nobody can tell: see `is_gone`
+
+    def is_gone(self) -> bool:
+        """Whether the store no longer answers: the process that kept it, a launcher or the first rank, has left."""
+        try:
+            return self.store is not None and self.store.check(["any"]) is None
+        except RuntimeError:
+            return True
 
     def _leave(self, message: str) -> None:
         if self.store is not None:

@@ -67,9 +67,9 @@ def _run(config: TrainConfig, notes: Sequence[str], own: Launch, store: dist.Sto
     except Exception as error:  # a fault of the program itself: it is raised again, unless it is another rank's echo
         if isinstance(error, RuntimeError) and board.has_any():
             return FAULT  # a connection broke because another rank left, which has said why
-        if isinstance(error, RuntimeError) and (lost := peers.wait_for_lost()) is not None:
-            board.report(f"rank {lost} died; {describe_restart(config)}")
-            return record(RANK_LOST, f"rank {lost} died") if peers.is_writer() else RANK_LOST
+        if isinstance(error, RuntimeError) and (lost := _describe_lost(peers, board)) is not None:
+            board.report(f"{lost}; {describe_restart(config)}")
+            return record(RANK_LOST, lost) if peers.is_writer() else RANK_LOST
         peers.leave(is_well=False)
         board.mark()
         if rank == 0:
@@ -79,6 +79,14 @@ def _run(config: TrainConfig, notes: Sequence[str], own: Launch, store: dist.Sto
     if world_size > 1:
         dist.destroy_process_group()
     return code
+
+
+def _describe_lost(peers: PeerWatch, board: FaultBoard) -> str | None:
+    """What became of another rank whose connections broke; None if nothing became of any."""
+    lost = peers.wait_for_lost()
+    if board.is_gone():  # it may have left a word there, which nobody can read any more
+        return "the process that kept the store is gone" if lost is None else f"rank {lost} died or ended with an error"
+    return None if lost is None else f"rank {lost} died"
 
 
 def find_code(error: MegaflowError) -> int:

@@ -11,6 +11,7 @@ successor has left its name.
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 import uuid
 from datetime import timedelta
@@ -21,16 +22,24 @@ POLL_S = 0.1
 PATIENCE = timedelta(minutes=30)
 """How long ranks wait for each other: nodes of a cluster may start far apart."""
 
+NEWS_S = 30.0
+"""How often a rank that waits says for whom."""
 
-def meet(store: dist.Store, rank: int, world_size: int, *, patience: timedelta = PATIENCE) -> dist.Store:
+
+def meet(
+    store: dist.Store, rank: int, world_size: int, *, patience: timedelta = PATIENCE, news_s: float = NEWS_S
+) -> dist.Store:
     """Wait for all ranks of this start; returns the part of `store` that is theirs alone.
+
+    The first rank says on stderr for whom it waits, every `news_s` seconds.
 
     Raises:
         RuntimeError: if they do not come within `patience`.
     """
     board, own = dist.PrefixStore("meeting", store), uuid.uuid4().hex[:12]
     board.set(f"here/{rank}", own)
-    deadline = time.monotonic() + patience.total_seconds()
+    began = time.monotonic()
+    news_at, deadline = began + news_s, began + patience.total_seconds()
     answered = ""
     while True:
         if rank == 0:
@@ -42,8 +51,23 @@ def meet(store: dist.Store, rank: int, world_size: int, *, patience: timedelta =
         if answered and board.add(f"answers/{answered}", 0) == world_size:
             return dist.PrefixStore(f"start/{answered}", store)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"rank {rank} waited for the other {world_size - 1} ranks in vain")
+            missing = _describe_missing(board, world_size)
+            raise RuntimeError(f"rank {rank} waited for the other {world_size - 1} ranks in vain ({missing})")
+        if rank == 0 and time.monotonic() > news_at:
+            waited, news_at = time.monotonic() - began, time.monotonic() + news_s
+            print(
+                f"waiting for the ranks: {_describe_missing(board, world_size)} after {waited:.0f} s", file=sys.stderr
+            )
         time.sleep(POLL_S)
+
+
+def _describe_missing(board: dist.Store, world_size: int) -> str:
+    """Which ranks have not come, the first eight by number."""
+    missing = [rank for rank in range(world_size) if not board.check([f"here/{rank}"])]
+    if not missing:
+        return "all have come once, some of an earlier start"
+    listed = ", ".join(str(rank) for rank in missing[:8]) + (", ..." if len(missing) > 8 else "")
+    return f"{len(missing)} of {world_size} have not come: {listed}"
 
 
 def _list_names(board: dist.Store, world_size: int) -> None:

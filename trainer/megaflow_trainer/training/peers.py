@@ -49,12 +49,14 @@ class PeerWatch:
         self.store = None if store is None else dist.PrefixStore("peers", store)
         self.lost: int | None = None
         """A rank that died without a word."""
-        self._over = threading.Event()
+        self._over, self._met = threading.Event(), threading.Event()
         self._siblings: dict[int, tuple[int, str]] = {}
 
     def start(self) -> None:
         """Tell the others how to recognise this process, and begin to watch them."""
         if self.store is not None:
+            # Told before this returns: a rank that dies at once is known to the others all the same.
+            self._tell(f"who/{self.rank}", f"{socket.gethostname()} {os.getpid()} {_read_birth(os.getpid())}")
             threading.Thread(target=self._watch, name="peer watch", daemon=True).start()
 
     def leave(self, *, is_well: bool) -> None:
@@ -73,9 +75,11 @@ class PeerWatch:
         """Whether this rank writes down how the run ended: the first one, or the second if that is the lost one."""
         return self.rank == (1 if self.lost == 0 else 0)
 
-    def wait_for_lost(self, patience_s: float = 2.0) -> int | None:
-        """As `find_lost`, with a moment for the system to clear a dead process away."""
+    def wait_for_lost(self, patience_s: float = PATIENCE_S) -> int | None:
+        """As `find_lost`, with a moment for the ranks to have met and for the system to clear a dead process away."""
         deadline = time.monotonic() + patience_s
+        if self.store is not None:
+            self._met.wait(patience_s)
         while self.find_lost() is None and self._siblings and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.lost
@@ -85,6 +89,8 @@ class PeerWatch:
             self._meet()
         except RuntimeError:
             return  # the others never came: the start says so
+        finally:
+            self._met.set()
         while not self._over.wait(POLL_S):
             if self.find_lost() is None and not self._has("lost"):
                 continue
@@ -104,21 +110,21 @@ class PeerWatch:
 
     def _meet(self) -> None:
         assert self.store is not None, "started with a store only"
-        own = f"{socket.gethostname()} {os.getpid()} {_read_birth(os.getpid())}"
-        self.store.set(f"who/{self.rank}", own)
         keys = [f"who/{rank}" for rank in range(self.world_size)]
         while not self.store.check(keys):  # never a waiting call: it would keep the other threads from the store
             if self._over.wait(POLL_S):
                 return
-        for rank, key in enumerate(keys):
-            host, process, born = self.store.get(key).decode().split()
-            if rank != self.rank and host == socket.gethostname():
-                self._siblings[rank] = (int(process), born)
+        who = [self.store.get(key).decode().split() for key in keys]
+        self._siblings = {
+            rank: (int(process), born)
+            for rank, (host, process, born) in enumerate(who)
+            if rank != self.rank and host == socket.gethostname()
+        }
 
-    def _tell(self, key: str) -> None:
+    def _tell(self, key: str, word: str = "") -> None:
         if self.store is not None:
             with suppress(RuntimeError):  # nobody is left to read it
-                self.store.set(key, "")
+                self.store.set(key, word)
 
     def _has(self, key: str) -> bool:
         if self.store is None:
