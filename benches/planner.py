@@ -9,6 +9,7 @@ Needs GPUs with 80 GB or more for all cases; with two ranks the cases are layout
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
@@ -55,6 +56,7 @@ STEPS, SETTLED = 6, 3
 
 def main() -> None:
     """All cases that fit, one after the other."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)

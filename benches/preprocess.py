@@ -25,6 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
 import megaflow
 from demo_corpus import write_corpus
 from measure import Spent, compare

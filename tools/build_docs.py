@@ -7,6 +7,7 @@ which sees the packages of the usual one.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def list_command(python: str | Path, target: Path) -> list[str]:
 
 def main() -> None:
     """Command line."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     docs, target = make_environment(prepare_or_exit()), ROOT / "docs" / "_build"
     variables = {**docs.variables(), "PYTHONPATH": str(ROOT / "python")}
     done = subprocess.run(list_command(docs.python, target), cwd=ROOT, env=variables, check=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 
@@ -22,6 +23,7 @@ FOLDERS = (
 
 def main() -> None:
     """Removes folders, byte code and the built extension, and says which."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     found = [ROOT / name for name in FOLDERS if (ROOT / name).exists()]
     for top in ("python", "trainer", "tools", "tests", "benches", "examples"):
         found += (ROOT / top).rglob("__pycache__")

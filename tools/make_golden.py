@@ -5,6 +5,7 @@ Run it only when a change is meant to change the numbers, and say so in the comm
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import sys
@@ -40,6 +41,7 @@ def compute(name: str, folder: Path) -> dict[str, list[float]]:
 
 def main() -> int:
     """Write one file a model."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     CURVES.mkdir(exist_ok=True)
     versions = {"megaflow": megaflow.__version__, "torch": torch.__version__, "python": platform.python_version()}
     for name, flags in MODELS.items():

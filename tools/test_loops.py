@@ -7,6 +7,7 @@ Lightning, transformers, accelerate and JAX go into an environment of their own,
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -41,8 +42,12 @@ def make_environment(base: Environment) -> Environment:
 
 def main() -> None:
     """Command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], epilog="Other arguments are handed to pytest."
+    )
+    options = parser.parse_known_args()[1]
     loops = make_environment(prepare_or_exit())
-    command = [str(loops.python), "-m", "pytest", "tests/integration/test_loops.py", "-v", *sys.argv[1:]]
+    command = [str(loops.python), "-m", "pytest", "tests/integration/test_loops.py", "-v", *options]
     variables = {**loops.variables(), "MEGAFLOW_ALL_LOOPS": "1", "PYTHONPATH": str(ROOT / "python")}
     sys.exit(subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode)
 

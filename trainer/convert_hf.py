@@ -6,6 +6,7 @@ python trainer/convert_hf.py recipe FOLDER RECIPE.yaml      the model section of
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -20,14 +21,26 @@ from megaflow_trainer.checkpoint.initial import read_weights
 from megaflow_trainer.config.sections import ModelConfig
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Hugging Face folders to and from this trainer.")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    one = verbs.add_parser("export", help="weights of the last checkpoint, as a folder for `transformers`")
+    one.add_argument("source", metavar="CHECKPOINTS", type=Path, help="what --save named")
+    one.add_argument("target", metavar="FOLDER", type=Path, help="the folder to write")
+    one.set_defaults(run=export)
+    one = verbs.add_parser("recipe", help="the model section of a recipe; train with --init-from FOLDER")
+    one.add_argument("source", metavar="FOLDER", type=Path, help="a Hugging Face folder")
+    one.add_argument("target", metavar="RECIPE.yaml", type=Path, help="the file to write")
+    one.set_defaults(run=write_recipe)
+    return parser
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command line; 2 for a wrong one, 1 for a fault of the files."""
-    if len(argv) != 3 or argv[0] not in ("export", "recipe"):
-        print(__doc__, file=sys.stderr)
-        return 2
-    verb, source, target = argv[0], Path(argv[1]), Path(argv[2])
+    given = make_parser().parse_args(argv)
     try:
-        export(source, target) if verb == "export" else write_recipe(source, target)
+        given.run(given.source, given.target)
     except MegaflowError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

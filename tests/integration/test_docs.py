@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -43,48 +42,6 @@ def test_the_plain_pytorch_loop_runs_and_learns(corpus: Path):
     assert done.returncode == 0, done.stderr
     loss = float(done.stdout.split()[-1])
     assert loss < 9.0  # it starts above 10.8, a guess among 50,257 tokens
-
-
-COMMANDS = ("five-minutes.md", "data-guide.md", "training.md", "planning.md", "gpus.md")
-"""Pages of which every block of commands is run, or says why not."""
-BLOCK = re.compile(r"(?:<!-- (run|not run): ([^\n]*?) -->\n)?[ ]*```\n(.*?)[ ]*```", re.DOTALL)
-
-
-SHORT = "--train-iters 6 --micro-batch-size 2 --global-batch-size 4 --eval-interval 3 --log-interval 1"
-"""Of the recipe that the pages start: enough to see that every command works."""
-
-
-def list_blocks(page: str) -> list[tuple[str, str, str]]:
-    """Mark, name or reason, and text of every block of commands."""
-    return [match.groups() for match in BLOCK.finditer((ROOT / "docs" / page).read_text(encoding="utf-8"))]  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("page", COMMANDS)
-def test_every_command_runs_or_says_why_not(page: str) -> None:
-    blocks = list_blocks(page)
-    assert blocks
-    assert [text for mark, _, text in blocks if not mark] == []
-    reasons = {why for mark, why, _ in blocks if mark == "not run"}
-    assert all(why.startswith(("needs", "builds")) for why in reasons), reasons
-
-
-@pytest.mark.parametrize("page", [page for page in COMMANDS if any(mark == "run" for mark, _, _ in list_blocks(page))])
-def test_the_commands_of_a_page_run_in_order(page: str, corpus: Path, tmp_path: Path) -> None:
-    for folder in ("trainer", "tools", "python"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    (tmp_path / "corpus.jsonl").write_text((corpus / "corpus.jsonl").read_text())
-    for name in ("bin", "idx", "json") if page == "training.md" else ():
-        file = f"corpus_text_document.{name}"
-        (tmp_path / file).write_bytes((corpus / file).read_bytes())
-    program = "set -eu\n" + "\n".join(textwrap.dedent(text) for mark, _, text in list_blocks(page) if mark == "run")
-    program = program.replace("gpt_tiny_cpu.yaml", f"gpt_tiny_cpu.yaml {SHORT}")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    libraries = os.pathsep.join([str(ROOT / "python"), str(ROOT / "trainer"), os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, "PATH": path, "PYTHONPATH": libraries, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["bash", "-c", program], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_pages_made_from_sources_are_fresh() -> None:

@@ -18,7 +18,13 @@ DERIVED = (
 def format_help() -> str:
     """Usage, flags grouped by section, and what is accepted or refused."""
     known, docs = fields.list_fields(), fields.read_help()
-    lines = ["usage: torchrun --nproc_per_node=N trainer/pretrain.py [--config RECIPE.yaml] [flags]", ""]
+    lines = [
+        "usage: torchrun --nproc_per_node=N trainer/pretrain.py [--config RECIPE.yaml] [flags]",
+        "",
+        "  --config RECIPE.yaml                   Values of a file; flags override them.",
+        "  --help, --version                      This text; the versions of the trainer and of torch.",
+        "",
+    ]
     for section, owner in fields.sections().items():
         lines += [f"{section or 'run'}: {(owner.__doc__ or '').strip()}"]
         for flag in FLAGS:
