@@ -115,6 +115,14 @@ def test_dp2_without_the_gradient_all_reduce_is_noticed(two_ranks: RankPool) -> 
     assert difference["norms"] > 1e-3
 
 
+def test_zero3_of_a_rank_with_nobody_to_divide_among_computes_in_bf16() -> None:
+    """Weights are wide only where they are gathered into the compute dtype."""
+    plain = run_steps(one_rank(), GLOBAL_BATCH, EOD, "--bf16")
+    alone = run_steps(one_rank(), GLOBAL_BATCH, EOD, "--bf16", "--zero-stage", "3")
+    assert alone["losses"] == plain["losses"]
+    assert alone["norms"] == plain["norms"]
+
+
 def test_dp2_in_bf16_stays_close_to_one_rank(two_ranks: RankPool) -> None:
     one = run_steps(one_rank(), GLOBAL_BATCH, EOD, "--bf16")
     other = two_ranks.run(run_steps, 2, EOD, "--bf16")[0]

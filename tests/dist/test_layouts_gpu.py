@@ -35,13 +35,28 @@ FOUR = [
 ]
 
 
+EP2 = "--expert-model-parallel-size 2"
+EXPERTS = [
+    *((2, f"{EP2} --zero-stage {stage}") for stage in (1, 2, 3)),
+    *((4, f"{EP2} --zero-stage 3 {more}") for more in ("", TP2, PP2, "--recompute-granularity full")),
+]
+
+
+@pytest.mark.parametrize("num_ranks, flags", EXPERTS)
+def test_experts_on_gpus_equal_one_gpu(gpu_ranks: RankPool, num_ranks: int, flags: str) -> None:
+    compare(gpu_ranks, Case("moe", flags, num_ranks))
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "multi_query"])
 @pytest.mark.parametrize("num_ranks, flags", [*((2, flags) for flags in TWO), *((4, flags) for flags in FOUR)])
 def test_a_layout_on_gpus_equals_one_gpu(gpu_ranks: RankPool, num_ranks: int, flags: str, kind: str) -> None:
-    if num_ranks > gpu_ranks.size:
-        pytest.skip(f"{num_ranks} GPUs are needed, and {gpu_ranks.size} are here")
-    case = Case(kind, flags, num_ranks)
-    one = gpu_ranks.run(run_case, replace(case, flags="", num_ranks=1))[0]
-    for found in gpu_ranks.run(run_case, case)[:num_ranks]:
+    compare(gpu_ranks, Case(kind, flags, num_ranks))
+
+
+def compare(pool: RankPool, case: Case) -> None:
+    if case.num_ranks > pool.size:
+        pytest.skip(f"{case.num_ranks} GPUs are needed, and {pool.size} are here")
+    one = pool.run(run_case, replace(case, flags="", num_ranks=1))[0]
+    for found in pool.run(run_case, case)[: case.num_ranks]:
         difference = find_difference(one, found)
         assert all(difference[name] <= largest for name, largest in PRECISION.items()), difference

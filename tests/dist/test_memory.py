@@ -15,7 +15,13 @@ from megaflow_trainer.config.activations import CPU, count_activation_bytes
 from megaflow_trainer.config.cost_table import ITEM_BYTES
 from megaflow_trainer.config.layout import make_layout
 from megaflow_trainer.config.memory import divide_states
-from megaflow_trainer.config.shares import Share, count_held_parameters, count_in_flight, find_share
+from megaflow_trainer.config.shares import (
+    Share,
+    count_held_parameters,
+    count_in_flight,
+    find_share,
+    list_held_blocks,
+)
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.pipeline import MicroBatch, Stage
 from megaflow_trainer.training.build import build_model, build_optimizer
@@ -177,6 +183,23 @@ def test_ranks_that_share_experts_hold_the_counted_states(two_ranks: RankPool, k
         assert num == held
         for name in found:
             assert counted[name] == pytest.approx(found[name], rel=0.02), name
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("layout", [EP2, f"{TP2} {ETP1}", f"{TP2} {EP2} {ETP1}"], ids=["ep", "tp_etp", "tp_ep"])
+def test_zero3_divides_the_counted_states_of_experts_apart(two_ranks: RankPool, kind: str, layout: str) -> None:
+    """Layers are divided, but not experts, of which each rank has its own; experts, but not layers; nothing."""
+    flags = f"{layout} --zero-stage 3 --bf16"
+    config = read(kind, flags)
+    share = find_share(config.model, config.parallel, pp_rank=0, num_micro_batches=1)
+    blocks = sorted(list_held_blocks(config.model, share)[: config.model.num_layers])
+    for found, counted, held, num in two_ranks.run(compare_states, kind, flags):
+        assert num == held
+        gathered = 2 * (num - sum(blocks) + sum(blocks[-2:])) if share.ep * share.tp < 4 else 0
+        reduced = 6 * blocks[-1] if share.ep * share.tp < 4 else 0
+        assert counted["optimizer"] == pytest.approx(found["optimizer"], rel=0.02)
+        assert counted["weights"] == pytest.approx(found["weights"] + gathered, rel=0.02)
+        assert counted["gradients"] == pytest.approx(found["gradients"] + reduced, rel=0.02)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from helpers.layouts import Case, find_mesh, make_config
 from helpers.ranks import RankPool
@@ -17,10 +18,12 @@ from megaflow_trainer.config.sections import ModelConfig, ParallelConfig
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.moe import MoE
 from megaflow_trainer.model.sockets import Sockets
+from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.data import MainGradients
 from megaflow_trainer.parallel.expert import shard_experts
+from megaflow_trainer.parallel.fsdp import DividedGradients
 from megaflow_trainer.parallel.mesh import Mesh
-from megaflow_trainer.parallel.shards import ShardMap
+from megaflow_trainer.parallel.shards import Shard, ShardMap
 from megaflow_trainer.training.build import build_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -29,6 +32,8 @@ CONFIG = ModelConfig(
     num_layers=1, hidden_dim=8, num_heads=2, num_experts=8, expert_dim=6, router_top_k=3, shared_dim=4, vocab_size=32
 )
 BATCH, LENGTH = 4, 6
+EP2, ZERO3 = "--expert-model-parallel-size 2", "--zero-stage 3"
+HYBRID = "--num-distributed-optimizer-instances 2"
 
 
 def run_layer(pool: Mesh, layout: Layout, dispatcher: str, changes: dict[str, Any], cuts: int) -> dict[str, Any] | None:
@@ -113,29 +118,51 @@ def measure_ones(pool: Mesh, case: Case, layout: Layout) -> tuple[float, float] 
     if pool.rank >= layout.size:
         return None
     model = build_model(make_config(case), mesh)
-    assert isinstance(model.gradients, MainGradients)
     with torch.no_grad():
+        for main in model.gradients.parameters:
+            main.weight.zero_()
         for weight in model.module.parameters():
-            weight.zero_()
+            (weight.to_local() if isinstance(weight, DTensor) else weight).zero_()
     model.gradients.start()
-    for name, row in (
-        ("norm.weight", 0),
-        ("blocks.0.mlp.experts.up.weight", 1),
-        ("blocks.1.mlp.experts.up.weight", -1),
-    ):
-        weight, shard = dict(model.module.named_parameters())[name], model.parts.shards[name]
-        start, at = 0, row % shard.shape[0]
-        for piece in shard.pieces:
-            if piece.start <= at < piece.start + piece.length:
-                place = (start + at - piece.start, *(0,) * (weight.dim() - 1))
-                weight.data[place] = 1.0
-                is_first = name != "norm.weight" or (mesh.is_replica_first and mesh.tp_rank == 0)
-                if is_first and (mesh.edp_rank == 0 or name == "norm.weight"):
-                    weight.grad = torch.zeros_like(weight)
-                    weight.grad[place] = 1.0
-            start += piece.length
-    model.gradients.reduce()
+    set_divided_ones(model) if isinstance(model.gradients, DividedGradients) else set_ones(model, mesh)
     return model.gradients.norm().item(), model.measure_norm().item()
+
+
+PLACES = (("norm.weight", 0), ("blocks.0.mlp.experts.up.weight", 1), ("blocks.1.mlp.experts.up.weight", -1))
+
+
+def find_place(shard: Shard, row: int) -> int | None:
+    """The row of a rank's part that is `row` of the whole weight, if it has it."""
+    start, at = 0, row % shard.shape[0]
+    for piece in shard.pieces:
+        if piece.start <= at < piece.start + piece.length:
+            return start + at - piece.start
+        start += piece.length
+    return None
+
+
+def set_ones(model: ParallelModel, mesh: Mesh) -> None:
+    """Gradients as backward leaves them, on one of the ranks that have the same, and their sums."""
+    for name, row in PLACES:
+        weight, at = dict(model.module.named_parameters())[name], find_place(model.parts.shards[name], row)
+        if at is not None:
+            place = (at, *(0,) * (weight.dim() - 1))
+            weight.data[place] = 1.0
+            if mesh.is_replica_first and mesh.tp_rank == 0 if name == "norm.weight" else mesh.edp_rank == 0:
+                weight.grad = torch.zeros_like(weight)
+                weight.grad[place] = 1.0
+    model.gradients.reduce()
+
+
+def set_divided_ones(model: ParallelModel) -> None:
+    """Gradients as they are behind backward, on the rank that has the row."""
+    for name, row in PLACES:
+        main = next(main for main in model.gradients.parameters if main.name == name)
+        shard = model.parts.shards[name]
+        place, width = find_place(shard, row), torch.Size(shard.shape[1:]).numel()
+        at = -1 if place is None else place * width - main.start
+        if 0 <= at < main.weight.numel():
+            main.weight.view(-1)[at] = main.main_grad.view(-1)[at] = 1.0
 
 
 NORMS = {
@@ -145,6 +172,21 @@ NORMS = {
     "ep2.tp2": (
         Case("moe", "--expert-model-parallel-size 2 --tensor-model-parallel-size 2", 4),
         Layout(tp=2, ep=2, etp=2, dp_replicate=2),
+    ),
+    "ep2_zero3": (Case("moe", f"{EP2} {ZERO3}", 2), Layout(ep=2, dp_shard=2)),
+    "ep2.dp2_zero3": (Case("moe", f"{EP2} {ZERO3}", 4), Layout(ep=2, dp_shard=4)),
+    "ep2.tp2_zero3": (
+        Case("moe", f"{EP2} --tensor-model-parallel-size 2 {ZERO3}", 4),
+        Layout(tp=2, ep=2, etp=2, dp_shard=2),
+    ),
+    "ep2_hybrid_zero3": (Case("moe", f"{EP2} {ZERO3} {HYBRID}", 4), Layout(ep=2, dp_shard=2, dp_replicate=2)),
+    "ep4_hybrid_zero3": (  # experts of the other replica
+        Case("moe", f"--expert-model-parallel-size 4 {ZERO3} {HYBRID}", 4),
+        Layout(ep=4, dp_shard=2, dp_replicate=2),
+    ),
+    "ep2_hybrid_zero1": (
+        Case("moe", f"{EP2} --zero-stage 1 {HYBRID}", 4),
+        Layout(ep=2, dp_shard=2, dp_replicate=2),
     ),
 }
 

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from helpers.layouts import Case, find_difference, run_case
 from helpers.ranks import RankPool
 from helpers.runs import one_rank
-from megaflow_trainer.parallel import apply, data, expert, load
+from megaflow_trainer.config.layout import EXPERT_AXES
+from megaflow_trainer.model.experts import Experts
+from megaflow_trainer.parallel import apply, data, expert, fsdp, load
 from megaflow_trainer.parallel.mesh import Mesh
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 ETP1 = "--expert-tensor-parallel-size 1"
+TP4 = "--tensor-model-parallel-size 4"
 TP2, PP2, CP2 = (f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "context"))
-SP, ZERO1, ZERO2 = "--sequence-parallel", "--use-distributed-optimizer", "--zero-stage 2"
+SP, ZERO1, ZERO2, ZERO3 = "--sequence-parallel", "--use-distributed-optimizer", "--zero-stage 2", "--zero-stage 3"
 GATHER = "--moe-token-dispatcher-type allgather"
+HYBRID = "--num-distributed-optimizer-instances 2"
+PART = "--recompute-activations --recompute-modules mlp"
+CHUNKS = "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2"
 SMALL = "--ddp-bucket-size 4000"
 BALANCE = "--moe-aux-loss-coeff 1 --moe-router-load-balancing-type"
 EVEN, GLOBALLY = f"{BALANCE} aux_loss", f"{BALANCE} global_aux_loss"
@@ -80,7 +90,24 @@ CASES = {
     "tp2_etp1_even": Case("moe", f"{TP2} {SP} {ETP1}", 2, common=EVEN),
     "ep2_even_globally": Case("moe", EP2, 2, micro=1, common=GLOBALLY),
     "ep2.tp2_even_globally": Case("moe", f"{EP2} {TP2} {SP}", 4, micro=1, common=GLOBALLY),
-    "dp2_zero3": Case("moe", "--zero-stage 3", 2),
+    "dp2_zero3": Case("moe", ZERO3, 2),
+    "ep2_zero3": Case("moe", f"{EP2} {ZERO3}", 2),  # a group of one for experts
+    "ep2.dp2_zero3": Case("moe_bias", f"{EP2} {ZERO3}", 4, micro=1),
+    "ep2.dp2_zero3_gather": Case("moe", f"{EP2} {ZERO3} {GATHER}", 4),
+    "ep2.dp2_zero3_recompute": Case("moe", f"{EP2} {ZERO3} --recompute-granularity full", 4, micro=1),
+    "ep2.dp2_zero3_recompute_part": Case("moe_bias", f"{EP2} {ZERO3} {PART}", 4, micro=1),
+    "ep2.dp2_zero3_meanwhile": Case("moe_bias", f"{EP2} {ZERO3} --moe-shared-expert-overlap", 4),
+    "ep2.tp2_zero3": Case("moe", f"{EP2} {TP2} {SP} {ZERO3}", 4),
+    "ep2.tp2_zero3_bias": Case("moe_bias", f"{EP2} {TP2} {ZERO3}", 8, micro=1),  # etp 2, edp 2
+    "ep2.tp4_zero3_folded": Case("moe", f"{EP2} {TP4} {SP} {ETP1} {ZERO3}", 4),  # experts alone are divided
+    "ep2.pp2_zero3": Case("moe", f"{EP2} {PP2} {ZERO3}", 4),
+    "ep2.dp2.pp2_zero3": Case("moe_bias", f"{EP2} {PP2} {ZERO3}", 8, micro=1),
+    "ep2.pp2_zero3_interleaved": Case("moe", f"{EP2} {PP2} {ZERO3} {CHUNKS}", 4),
+    "ep2.cp2_zero3": Case("moe", f"{EP2} {CP2} {ZERO3}", 4),
+    "ep2_hybrid_zero3": Case("moe", f"{EP2} {ZERO3} {HYBRID}", 8, micro=1),
+    "ep4_hybrid_zero3": Case("moe", f"{EP4} {ZERO3} {HYBRID}", 4),  # experts of a rank are in one replica only
+    "ep2_hybrid_zero2": Case("moe", f"{EP2} {ZERO2} {HYBRID} {SMALL}", 8, micro=1),
+    "ep2_hybrid_zero1": Case("moe_bias", f"{EP2} {ZERO1} {HYBRID} {SMALL}", 4),
     "ep2.tp2.dp2": Case("moe", f"{EP2} {TP2} {SP} {ZERO1} {SMALL}", 8, micro=1),
     "ep4.tp2_folded": Case("moe_bias", f"{EP4} {TP2} {ETP1}", 8, micro=1),
 }
@@ -88,7 +115,18 @@ CASES = {
 
 EVERY_TIME = (
     *("micro1", "ep2", "ep4", "ep2_gather", "tp2_etp1", "ep2.tp2", "ep2.pp2", "ep2.cp2", "ep2.tp2_padded"),
-    *("ep2.dp2_zero1", "dp2_zero3", "ep2.tp2.dp2", "ep2.pp2_documents", "tp2_etp1_even", "ep2_even_globally"),
+    *(
+        "ep2.dp2_zero1",
+        "dp2_zero3",
+        "ep2_zero3",
+        "ep2.dp2_zero3",
+        "ep2.tp2_zero3",
+        "ep2.dp2.pp2_zero3",
+        "ep2.tp2.dp2",
+        "ep2.pp2_documents",
+        "tp2_etp1_even",
+        "ep2_even_globally",
+    ),
     "ep2_masked",
 )
 
@@ -117,6 +155,18 @@ def hold_experts_as_layers(model: Any, mesh: Mesh, parts: Any, parallel: Any) ->
     parts.experts = frozenset()
 
 
+def divide_by_ranks(unit: FSDPModule, factor: float) -> None:
+    """The fault of taking the mean of experts' gradients over the ranks that share the experts of a layer."""
+    SET_FACTOR(unit, 2 * factor if isinstance(unit, Experts) else factor)
+
+
+def forget_replicas(mesh: Mesh) -> DeviceMesh:
+    """The fault of summing experts' gradients inside a replica only."""
+    alone = mesh.layout.peers(mesh.rank, ("edp_shard",), EXPERT_AXES)
+    return fsdp._make_mesh(mesh, alone, None, mesh.edp_shard_group)
+
+
+SET_FACTOR = FSDPModule.set_gradient_divide_factor
 REMOVED: dict[str, tuple[Any, str, Any]] = {
     "the ranks of gradients": (apply, "shard_experts", hold_experts_as_layers),
     "terms of copied routers": (data, "add_terms", lambda views, mesh: None),
@@ -124,6 +174,10 @@ REMOVED: dict[str, tuple[Any, str, Any]] = {
     "numbers of micro-batches of all ranks": (expert, "_share_numbers", lambda layer, mesh: None),
     "numbers of shared samples": (expert, "_share_numbers", lambda layer, mesh: None),
     "counts of other ranks": (load, "sum_over", lambda x, group, meter: None),
+    "zero3: the scale of experts": (FSDPModule, "set_gradient_divide_factor", divide_by_ranks),
+    "zero3: the ranks of experts": (fsdp, "make_expert_mesh", fsdp.make_layer_mesh),
+    "zero3: experts of other replicas": (fsdp, "make_expert_mesh", forget_replicas),
+    "zero3: squares of the norm": (fsdp, "sum_over", lambda x, group, meter: None),
 }
 BROKEN = {
     "the ranks of gradients": Case("moe", EP2, 2),
@@ -132,6 +186,10 @@ BROKEN = {
     "numbers of micro-batches of all ranks": Case("moe", EP2, 2, micro=1, common=GLOBALLY),
     "numbers of shared samples": Case("moe", f"{TP2} {SP} {ETP1}", 2, common="--moe-aux-loss-coeff 1"),
     "counts of other ranks": Case("moe_bias", EP2, 2, micro=1),
+    "zero3: the scale of experts": Case("moe", f"{EP2} {ZERO3}", 4),
+    "zero3: the ranks of experts": Case("moe", f"{EP2} {ZERO3}", 4),
+    "zero3: experts of other replicas": Case("moe", f"{EP2} {ZERO3} {HYBRID}", 4),
+    "zero3: squares of the norm": Case("moe", f"{EP2} {ZERO3}", 2),
 }
 
 
@@ -141,6 +199,33 @@ def test_what_is_left_out_is_noticed(eight_ranks: RankPool, where: str) -> None:
     found = eight_ranks.run(run_broken, case, where)[0]
     difference = find_difference(run_alone(replace(case, flags="", num_ranks=1, micro=2)), found)
     assert any(difference[name] > 10 * largest for name, largest in PRECISION.items()), difference
+
+
+def list_messages(mesh: Mesh, case: Case) -> list[tuple[str, int]] | None:
+    """Kinds of the messages of a step's first forward and ranks that share them, in their order."""
+    found: list[tuple[str, int]] = []
+
+    def note(kind: str, keep: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            found.append((kind, dist.get_world_size(options["group"])))
+            return keep(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor"):
+            patch.setattr(dist, kind, note(kind, getattr(dist, kind)))
+        run_case(mesh, case)
+    return found[: found.index(("reduce_scatter_tensor", 4))] if found else None
+
+
+def test_experts_are_on_their_way_before_the_host_waits_for_the_numbers_of_rows(eight_ranks: RankPool) -> None:
+    """Of four ranks two share the experts (all-to-all), and two have the same (all-gather)."""
+    for found in eight_ranks.run(list_messages, Case("moe", f"{EP2} {ZERO3}", 4, steps=1))[:4]:
+        layers = "".join(
+            {("all_gather_into_tensor", 2): "e", ("all_to_all_single", 2): "t"}.get(one, "") for one in found
+        )
+        assert layers.startswith("ettt" * 4)
 
 
 @pytest.mark.parametrize("flags", ["--recompute-granularity full", "--recompute-activations --recompute-modules mlp"])

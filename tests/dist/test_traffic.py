@@ -136,6 +136,11 @@ CASES = [
     Case("moe_bias", f"{EP2} --moe-shared-expert-overlap", 2),
     Case("moe", f"{TP2} {EP2} --expert-tensor-parallel-size 1 {CP2} {ZERO1}", 4),
     Case("moe_padded", f"{EP2} {PP2}", 4),
+    *(Case("moe", f"{ZERO3} {more}", 2) for more in ("", "--bf16", EP2, f"{EP2} --recompute-granularity full")),
+    Case("moe_bias", f"{EP2} {ZERO3}", 4, micro=1),
+    Case("moe_bias", f"{EP2} {ZERO3} {PP2} --bf16", 8, micro=1),
+    Case("moe", f"{EP2} {ZERO3} {HYBRID}", 4),
+    Case("moe", f"{EP2} {ZERO2} {HYBRID}", 8, micro=1),
 ]
 
 

@@ -181,7 +181,11 @@ def test_what_does_not_fit_is_said(flags: str, said: str) -> None:
         ("--expert-model-parallel-size 3", 3, "4 is not divisible by parallel.ep (--expert-model-parallel-size) 3; "),
         ("--expert-model-parallel-size 2", 3, "= 2 ranks share the experts of a layer, and do not divide the 3 ranks"),
         ("--expert-tensor-parallel-size 3", 3, "model.expert_dim (--moe-ffn-hidden-size) 128 is not divisible by"),
-        ("--expert-model-parallel-size 2 --zero-stage 3", 2, "give zero 1 or 2, which divide their states"),
+        (
+            "--expert-model-parallel-size 2 --zero-stage 3 --optimizer muon",
+            2,
+            "those of experts lie stacked; use adamw",
+        ),
         (
             "--tensor-model-parallel-size 2 --moe-shared-expert-intermediate-size 15",
             2,

@@ -64,7 +64,26 @@ def test_experts_fold_into_the_ranks_of_a_stage() -> None:
     layout = Layout(tp=2, dp_replicate=4, ep=4)
     assert layout.edp == 2
     assert layout.peers(0, ("ep",), EXPERT_AXES) == [0, 1, 2, 3]
-    assert layout.peers(0, ("edp",), EXPERT_AXES) == [0, 4]
+    assert layout.peers(0, ("edp_replicate", "edp_shard"), EXPERT_AXES) == [0, 4]
+
+
+@pytest.mark.parametrize(
+    "layout, shards, replicas",
+    [
+        (Layout(ep=2, dp_shard=4, dp_replicate=2), [0, 2], [0, 4]),  # two sets of experts in each replica
+        (Layout(ep=2, dp_shard=8), [0, 2, 4, 6], [0]),
+        (Layout(ep=4, dp_shard=4, dp_replicate=2), [0], [0, 4]),
+        (Layout(tp=2, ep=4, dp_shard=2, dp_replicate=2), [0], [0, 4]),
+        (Layout(ep=4, dp_shard=2, dp_replicate=4), [0, 4], [0]),  # experts reach over replicas: no replicas of theirs
+    ],
+    ids=str,
+)
+def test_states_of_experts_are_divided_inside_a_replica_that_has_all(
+    layout: Layout, shards: list[int], replicas: list[int]
+) -> None:
+    assert layout.peers(0, ("edp_shard",), EXPERT_AXES) == shards
+    assert layout.peers(0, ("edp_replicate",), EXPERT_AXES) == replicas
+    assert layout.edp == layout.edp_shard * layout.edp_replicate == len(shards) * len(replicas)
 
 
 @pytest.fixture
@@ -116,6 +135,8 @@ def test_the_first_and_the_last_stage_share_an_embedding(fake_ranks: None) -> No
         Layout(pp=3, dp_replicate=2),
         Layout(tp=4, kv_copies=2, cp=2),
         Layout(pp=2, cp=3),
+        Layout(dp_shard=6, dp_replicate=2, ep=2),
+        Layout(tp=2, pp=2, cp=2, dp_shard=2, dp_replicate=2, ep=8),
     ],
     ids=str,
 )
@@ -219,6 +240,8 @@ def test_what_does_not_go_together_is_said(flags: str, said: str) -> None:
         f"{PP2} {ZERO3}",
         "--context-parallel-size 2 --mtp-num-layers 1 --attention-dropout 0",
         f"{ZERO3} --optimizer muon",
+        f"{ZERO3} --num-experts 4 --expert-model-parallel-size 4",
+        f"{ZERO3} {PP2} --num-experts 4 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
     ],
 )
 def test_what_goes_together_is_taken(flags: str) -> None:

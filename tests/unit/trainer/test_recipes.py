@@ -67,7 +67,7 @@ def build_kinds(name: str) -> tuple[Layout, list[RankPart]]:
     layout = find_layout(config, WORLDS[name])
     ranks = range(layout.size)
     first = {rank for rank in ranks if layout.peers(rank, ("dp_replicate", "dp_shard", "cp"))[0] == rank}
-    has_experts = {rank for rank in ranks if layout.peers(rank, ("edp",), EXPERT_AXES)[0] == rank}
+    has_experts = {rank for rank in ranks if layout.peers(rank, ("edp_replicate", "edp_shard"), EXPERT_AXES)[0] == rank}
     assert len(first) == layout.tp * layout.pp
     assert len(has_experts) == layout.ep * layout.etp * layout.pp
     if name in MANY:

@@ -5,7 +5,8 @@ neighbours: with tp 8 a layer is shared inside one machine. Data parallelism has
 `dp_replicate`: states are divided among the ranks of the first and copied along the second.
 
 Experts fold into the same ranks: those of one pipeline stage are laid out a second time, from fast to slow as expert
-tensor, expert and expert data, so that tp x cp x dp = etp x ep x edp.
+tensor, expert and expert data, so that tp x cp x dp = etp x ep x edp. Where a replica has whole sets of experts, expert
+data is `edp_shard` inside `edp_replicate`, as data is; else states of experts are divided over all of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megaflow_trainer.config.sections import ModelConfig, ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the slowest to the fastest."""
-EXPERT_AXES = ("pp", "edp", "ep", "etp")
+EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 _NAMES = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp_replicate": "replica", "dp_shard": "shard"}
 
 
@@ -45,6 +46,21 @@ class Layout:
     def edp(self) -> int:
         """Ranks of one pipeline stage that hold the same experts."""
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    @property
+    def edp_replicate(self) -> int:
+        """Of those the ranks with the same part of their states: one a replica where ep x etp divides its ranks."""
+        return self.dp_replicate if self.edp % self.dp_replicate == 0 else 1
+
+    @property
+    def edp_shard(self) -> int:
+        """Of those the ranks that divide states of experts."""
+        return self.edp // self.edp_replicate
+
+    @property
+    def has_experts_apart(self) -> bool:
+        """Whether experts lie on other ranks than the layers around them."""
+        return self.ep > 1 or self.etp != self.tp
 
     @property
     def size(self) -> int:
@@ -148,11 +164,6 @@ def check_expert_ranks(model: ModelConfig, parallel: ParallelConfig, *, seq_len:
         faults.append(
             f"data.seq_len {seq_len} is not divisible by parallel.tp {tp} x cp {parallel.cp}, whose ranks divide the "
             f"tokens that choose experts; use {max(1, seq_len // (tp * parallel.cp)) * tp * parallel.cp} tokens"
-        )
-    if parallel.zero == 3 and (ep > 1 or etp != tp):
-        faults.append(
-            f"parallel.zero 3 does not go with parallel.ep {ep} and etp {etp} in this version: experts lie on other "
-            "ranks than the layers around them; give zero 1 or 2, which divide their states"
         )
     return faults
 

@@ -87,10 +87,10 @@ def divide_states(config: TrainConfig, share: Share) -> dict[str, int]:
     """
     zero, layout = config.parallel.zero, find_layout(config)
     divisor = layout.dp_shard * layout.cp if zero else 1
-    apart = layout.edp if zero and share.has_experts_apart else divisor
+    apart = layout.edp_shard if zero and share.has_experts_apart else divisor
     num_held, num_experts = count_held_parameters(config.model, share), count_held_experts(config.model, share)
     step = config.step
-    if zero == 3 and step.dtype != "fp64" and divisor > 1:
+    if zero == 3 and step.dtype != "fp64" and max(divisor, apart) > 1:
         step = dataclasses.replace(step, dtype="fp32")
     whole = count_state_bytes(config.model, step, config.optim, num_parameters=num_held)
     experts = count_state_bytes(config.model, step, config.optim, num_parameters=num_experts)

@@ -102,7 +102,7 @@ def predict_step(config: TrainConfig, gpu: Gpu, *, gpus_per_node: int = 8) -> St
     bubble = (own.pp - 1) / (2 if own.schedule == "zbv" else own.virtual_stages)
     held, experts = max((count_held_parameters(model, share), count_held_experts(model, share)) for share in shares)
     divisor = layout.dp_shard * layout.cp if own.zero else 1
-    apart = layout.edp if own.zero and shares[0].has_experts_apart else divisor
+    apart = layout.edp_shard if own.zero and shares[0].has_experts_apart else divisor
     stepped = (held - experts) / divisor + experts / apart
     time = StepTime(
         compute_s=max(stages) * count,
@@ -230,13 +230,12 @@ def _time_data(config: TrainConfig, gpu: Gpu, held: tuple[int, int], micro_s: fl
     """Gradients and weights that travel longer than what they hide behind; `held`: all weights, and experts' alone."""
     own, layout, count = config.parallel, find_layout(config), config.step.sizes.num_micro_batches
     ranks = layout.dp * layout.cp
-    is_apart = layout.ep > 1 or layout.etp != layout.tp
     if max(ranks, layout.edp) == 1:
         return 0.0
     item = ITEM_BYTES[config.step.dtype]
     total, experts = held
     part = (ranks - 1) / ranks * (total - experts) / _find_rate(gpu, own.tp * ranks, gpus_per_node, ranks)
-    same = layout.edp if is_apart else ranks
+    same = layout.edp if layout.has_experts_apart else ranks
     part += (same - 1) / same * experts / _find_rate(gpu, own.tp * ranks, gpus_per_node, same)
     reduce_s, gather_s = 4 * part, item * part
     if not own.overlaps:

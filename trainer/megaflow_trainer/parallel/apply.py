@@ -23,7 +23,7 @@ from megaflow_trainer.parallel.collectives import copy_from_first
 from megaflow_trainer.parallel.context import cut_positions, share_context
 from megaflow_trainer.parallel.data import DataOptions, MainGradients
 from megaflow_trainer.parallel.expert import shard_experts
-from megaflow_trainer.parallel.fsdp import DividedGradients, divide_weights
+from megaflow_trainer.parallel.fsdp import DividedGradients, can_divide, divide_weights
 from megaflow_trainer.parallel.fusion import Compiler, accumulate_in_products, can_accumulate, compile_blocks
 from megaflow_trainer.parallel.graphs import MicroBatchGraph
 from megaflow_trainer.parallel.kernels import apply_kernels, is_traceable, make_scope
@@ -204,9 +204,9 @@ def collect_gradients(
 ) -> MainGradients | DividedGradients:
     """Data parallelism as the plan asks for it."""
     own = plan.parallel
-    if own.zero == 3 and mesh.shard_group is not None:
-        divide_weights(model, mesh, compute_dtype=plan.compute_dtype, grad_dtype=plan.grad_dtype, chunks=chunks)
-        return DividedGradients(model, mesh, parts, plan.compute_dtype, num_roots=len(chunks) or 1)
+    if own.zero == 3 and can_divide(mesh, model.config):
+        dtypes = {"compute_dtype": plan.compute_dtype, "grad_dtype": plan.grad_dtype}
+        return DividedGradients(model, mesh, parts, divide_weights(model, mesh, parts, **dtypes, chunks=chunks))
     options = DataOptions(
         zero=min(own.zero, 2), bucket_size=own.bucket_size, overlaps=own.overlaps, dtype=plan.grad_dtype
     )

@@ -84,14 +84,14 @@ class Sharers:
     def of(cls, mesh: Mesh, *, is_divided: bool, is_expert: bool) -> Sharers:
         """Those of dense weights (data and context), or of experts."""
         if is_expert:
-            group, place, first = mesh.edp_group, mesh.edp_rank, mesh.edp_rank == 0
+            shards, first = mesh.layout.edp_shard, mesh.edp_rank == 0
             return cls(
-                group=group,
-                shard_group=group,
-                replicate_group=None,
-                divisor=mesh.layout.edp if is_divided else 1,
-                place=place if is_divided else 0,
-                is_answering=first or is_divided,
+                group=mesh.edp_group,
+                shard_group=mesh.edp_shard_group,
+                replicate_group=mesh.edp_replicate_group,
+                divisor=shards if is_divided else 1,
+                place=mesh.edp_rank % shards if is_divided else 0,
+                is_answering=mesh.edp_rank < shards if is_divided else first,
                 is_first=first,
             )
         has_parts = is_divided and mesh.shard_group is not None

@@ -75,7 +75,7 @@ class MainGradients:
         self.parameters.sort(key=lambda main: order[main.name])
         if is_divided and options.overlaps:
             _wait_in_forward(model, self.buckets, self._receive)
-        self.has_experts_apart = mesh.layout.ep > 1 or mesh.layout.etp != mesh.layout.tp
+        self.has_experts_apart = mesh.layout.has_experts_apart
         self.has_all = mesh.model_group is None and not is_divided and not self.has_experts_apart
         self.owned = self.kept if self.has_all else list(find_owned(self.buckets))
 

@@ -54,7 +54,7 @@ from megaflow_trainer.parallel.traffic import Meter
 
 def shard_experts(model: nn.Module, mesh: Mesh, parts: ShardMap, parallel: ParallelConfig) -> None:
     """Leave this rank's part of the experts in a model, whose weights need have no memory, and let tokens travel."""
-    if mesh.layout.ep > 1 or mesh.layout.etp != mesh.layout.tp:
+    if mesh.layout.has_experts_apart:
         parts.experts = frozenset(find_expert_weights(model))
     for name, module in model.named_modules():
         if isinstance(module, MoE):

@@ -81,6 +81,12 @@ class Mesh:
     """Ranks that hold all experts of a layer together: those of the two groups above, experts first."""
     edp_group: dist.ProcessGroup | None = None
     """Ranks with the same experts: gradients of experts are summed over them."""
+    edp_shard_group: dist.ProcessGroup | None = None
+    """Those of them among which ZeRO divides states of experts."""
+    edp_replicate_group: dist.ProcessGroup | None = None
+    """Those with the same part of the states of experts."""
+    own_group: dist.ProcessGroup | None = None
+    """This rank alone, for what torch divides among a group, and here among one; None for a single rank."""
     kv_group: dist.ProcessGroup | None = None
     """Ranks with the same key/value head, where there are fewer heads than tensor-parallel ranks."""
     embedding_group: dist.ProcessGroup | None = None
@@ -182,11 +188,14 @@ def build_mesh(launch: Launch, device: torch.device, backend: str, layout: Layou
         model_group=make("pp", "tp"),
         ep_rank=expert_place["ep"],
         etp_rank=expert_place["etp"],
-        edp_rank=expert_place["edp"],
+        edp_rank=expert_place["edp_replicate"] * layout.edp_shard + expert_place["edp_shard"],
         ep_group=make("ep", axes=EXPERT_AXES),
         etp_group=make("etp", axes=EXPERT_AXES),
         expert_group=make("ep", "etp", axes=EXPERT_AXES),
-        edp_group=make("edp", axes=EXPERT_AXES),
+        edp_group=make("edp_replicate", "edp_shard", axes=EXPERT_AXES),
+        edp_shard_group=make("edp_shard", axes=EXPERT_AXES),
+        edp_replicate_group=make("edp_replicate", axes=EXPERT_AXES),
+        own_group=groups.make([rank], is_kept_single=True),
         kv_group=groups.make(sharers[first_sharer : first_sharer + layout.kv_copies]),
         embedding_group=groups.make_ends(stages, rank),
     )

@@ -27,6 +27,7 @@ from megaflow_trainer.optim.scaler import build_scaler
 from megaflow_trainer.optim.schedule import Planner, build_planner
 from megaflow_trainer.parallel.apply import ParallelModel, Plan, parallelize
 from megaflow_trainer.parallel.collectives import do_on_first
+from megaflow_trainer.parallel.fsdp import can_divide
 from megaflow_trainer.parallel.load import list_biases
 from megaflow_trainer.parallel.matrices import Matrices
 from megaflow_trainer.parallel.mesh import Mesh
@@ -124,7 +125,8 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     attention = choose_attention(config, mesh, need)
     kernels = KernelConfig() if mesh.device.type == "meta" else config.kernels  # shapes alone need none
     refuse_parts(kernels, mesh.device)
-    kept = torch.promote_types(dtype, torch.float32) if config.parallel.zero == 3 else dtype
+    is_wide = config.parallel.zero == 3 and can_divide(mesh, config.model)  # then weights are their own masters
+    kept = torch.promote_types(dtype, torch.float32) if is_wide else dtype
     product = choose_product(
         config.model.expert_kernel,
         mesh.device,
