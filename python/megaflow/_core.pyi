@@ -50,7 +50,13 @@ class Tokenizer:
     @staticmethod
     def load(path: str | PathLike[str], merges: str | PathLike[str] | None = None) -> Tokenizer: ...
     def encode(
-        self, text: str, *, special_tokens_in_text: str = "text", add_special_tokens: bool = False
+        self,
+        text: str,
+        *,
+        special_tokens_in_text: str = "text",
+        add_special_tokens: bool = False,
+        add_bos: bool = False,
+        add_eos: bool = False,
     ) -> NDArray[np.uint32]: ...
     def encode_batch(
         self,
@@ -58,6 +64,8 @@ class Tokenizer:
         *,
         special_tokens_in_text: str,
         add_special_tokens: bool,
+        add_bos: bool,
+        add_eos: bool,
         threads: int,
         cache_bytes: int,
     ) -> tuple[NDArray[np.uint32], NDArray[np.int64]]: ...
@@ -66,6 +74,11 @@ class Tokenizer:
     @property
     def special_ids(self) -> list[int]: ...
     def added_special_tokens(self) -> list[int]: ...
+    def check_documents(
+        self, *, add_special_tokens: bool, add_bos: bool, add_eos: bool, append_eod: int | None
+    ) -> None: ...
+    def bos(self) -> tuple[str, int] | None: ...
+    def eos(self) -> tuple[str, int] | None: ...
     def eod(self, token: str | None = None) -> tuple[str, int] | None: ...
     def token_id(self, token: str) -> int | None: ...
     @property

@@ -109,24 +109,32 @@ class _Decoder:
         self.tokenizer = tokenizer_for(sidecar, named)
         record = (sidecar or {}).get("tokenizer")
         if record is None:
-            self.eod_id = self.tokenizer.eod_id
+            bos, eos, eod = None, None, self.tokenizer.eod_id
         else:
-            self.eod_id = record["eod_id"] if record["append_eod"] else None
+            bos, eos = (record[f"{end}_id"] if record.get(f"add_{end}") else None for end in ("bos", "eos"))
+            eod = record["eod_id"] if record["append_eod"] else None
+        self.begin: int | None = bos
+        self.ends = [end for end in (eod, eos) if end is not None]
+        """Ids behind each document, from the outermost."""
 
     def texts(self, piece: _Piece) -> list[str]:
-        """Text of each sequence."""
+        """Text of each sequence, without what was put around the documents."""
         tokens = piece.tokens.astype(np.int64)
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.tokenizer.vocab_size:
             raise DataFormatError(
                 f"ids from {tokens.min()} to {tokens.max()} are not all in the vocabulary of "
                 f"{self.tokenizer.vocab_size} ids; is this the tokenizer of the data?"
             )
-        ends = piece.sequence_ends.copy()
-        if self.eod_id is not None and len(ends):
-            last = piece.boundaries[1:][np.diff(piece.boundaries) > 0] - 1
-            full = last[ends[last] > piece.sequence_begins[last]]
-            ends[full] -= tokens[ends[full] - 1] == self.eod_id
-        return self.tokenizer._core.decode_many(tokens.astype(np.uint32), piece.sequence_begins, ends)
+        begins, ends = piece.sequence_begins.copy(), piece.sequence_ends.copy()
+        has_sequences = np.diff(piece.boundaries) > 0
+        first, last = piece.boundaries[:-1][has_sequences], piece.boundaries[1:][has_sequences] - 1
+        for end in self.ends:
+            full = last[ends[last] > begins[last]]
+            ends[full] -= tokens[ends[full] - 1] == end
+        if self.begin is not None:
+            full = first[ends[first] > begins[first]]
+            begins[full] += tokens[begins[full]] == self.begin
+        return self.tokenizer._core.decode_many(tokens.astype(np.uint32), begins, ends)
 
 
 def _rows(piece: _Piece, content: str, decoder: _Decoder | None, is_nested: bool) -> Iterator[Any]:

@@ -341,6 +341,8 @@ def _tokenizer_record(tokenizer: Tokenizer, file: _File, kind: Format) -> dict[s
         "eod_token": None if eod is None else eod[0],
         "eod_id": None if eod is None else eod[1],
         "append_eod": is_appended,
+        "add_bos": False,
+        "add_eos": False,
         "add_special_tokens": False,
         "special_tokens_in_text": "unknown",
         "special_tokens_in_text_hits": 0,

@@ -56,6 +56,11 @@ class PreprocessOptions:
     """What text that spells a special token becomes: ordinary text, the token, or a bad record."""
     add_special_tokens: bool = False
     """Whether the tokenizer's post-processor adds its tokens (often a BOS) to each text; an error if it has none."""
+    add_bos: bool = False
+    """Whether the tokenizer's BOS goes before each document; an error if it has none. Empty documents get none."""
+    add_eos: bool = False
+    """Whether the tokenizer's EOS goes behind each document, before the end-of-document token; an error if it has none,
+    or if that token is the EOS."""
     workers: int = field(
         default_factory=lambda: (
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -188,6 +193,21 @@ def run_job(
         wall_s=time.perf_counter() - wall,
         cpu_s=time.process_time() - cpu,
         workers=options.workers,
+    )
+
+
+def check_tokenizer(options: PreprocessOptions, tokenizer: Tokenizer) -> None:
+    """Whether the tokenizer has what a job would put around its documents, for jobs whose work begins far away.
+
+    Raises:
+        TokenizerError: if it lacks a token, or one would be put there twice.
+    """
+    eod = tokenizer._core.eod(options.eod_token) if options.append_eod else None
+    tokenizer._core.check_documents(
+        add_special_tokens=options.add_special_tokens,
+        add_bos=options.add_bos,
+        add_eos=options.add_eos,
+        append_eod=None if eod is None else eod[1],
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from megaflow.errors import ConfigError, MegaflowError, OutputBusyError
 from megaflow.inputs import CoreInput, Input, plan_shards, resolve_inputs
 from megaflow.merging import merge_pairs, sum_reports
-from megaflow.preprocessing import PreprocessOptions, PreprocessReport, default_prefix
+from megaflow.preprocessing import PreprocessOptions, PreprocessReport, check_tokenizer, default_prefix
 from megaflow.shards import done_note, run_shard, shard_prefix
 from megaflow.tokenizer import Tokenizer
 
@@ -56,12 +56,14 @@ def preprocess_on_ray(
 
     Raises:
         ConfigError: if the package ray is missing, an input is a stream, or no node has as many processors as threads.
+        TokenizerError: if the tokenizer lacks what is asked for, before the cluster is joined.
         Otherwise as `preprocess`; the first shard that fails stops the job.
     """
     try:
         import ray
     except ImportError:
         raise ConfigError("--executor ray needs the package ray: pip install 'megaflow[ray]'") from None
+    check_tokenizer(options, tokenizer)
     start_s = time.perf_counter()
     notes: list[str] = []
     resolved = [_for_any_node(found) for found in resolve_inputs(inputs, takes_text=_takes_text(options), notes=notes)]

@@ -53,12 +53,15 @@ class StreamingDataset:
         max_bad_records: with skip: how many are allowed.
         special_tokens_in_text: as for `megaflow.preprocess`.
         add_special_tokens: as for `megaflow.preprocess`.
+        add_bos: whether the tokenizer's BOS goes before each document.
+        add_eos: whether the tokenizer's EOS goes behind each document, before the end-of-document token.
         num_threads: threads that read and tokenize.
         block_bytes: bytes of input that a thread takes at a time. The samples do not depend on it.
 
     Raises:
         ConfigError: if an option is wrong.
         MissingFileError: if a folder, pattern or list leads nowhere.
+        TokenizerError: if the tokenizer has none of the tokens to add, or one would be added twice.
     """
 
     add_extra_token = True
@@ -89,6 +92,8 @@ class StreamingDataset:
         max_bad_records: int | None = None,
         special_tokens_in_text: str = "text",
         add_special_tokens: bool = False,
+        add_bos: bool = False,
+        add_eos: bool = False,
         num_threads: int = 1,
         block_bytes: int = 1 << 20,
     ) -> None:
@@ -107,6 +112,8 @@ class StreamingDataset:
         self._eod_token = eod_token
         self._part = _find_part(split, split_name)
         self.eod_id = self._find_eod(append_eod, eod_token)
+        added = {"add_special_tokens": add_special_tokens, "add_bos": add_bos, "add_eos": add_eos}
+        self.tokenizer._core.check_documents(**added, append_eod=self.eod_id if append_eod else None)
         self._order: dict[str, Any] = {
             "seq_len": seq_len,
             "seed": seed,
@@ -124,6 +131,8 @@ class StreamingDataset:
             "on_bad_record": on_bad_record,
             "special_tokens_in_text": special_tokens_in_text,
             "add_special_tokens": add_special_tokens,
+            **({"add_bos": True} if add_bos else {}),
+            **({"add_eos": True} if add_eos else {}),
         }
         self._other: dict[str, Any] = {
             "num_samples": num_samples,
@@ -152,6 +161,8 @@ class StreamingDataset:
             "sources": [[name, _size_of(kind, name, item)] for kind, name, item, _ in self.inputs],
             "tokenizer": self.tokenizer.fingerprint,
             **self._order,
+            **({"bos_id": self.tokenizer.bos_id} if "add_bos" in self._order else {}),
+            **({"eos_id": self.tokenizer.eos_id} if "add_eos" in self._order else {}),
         }
 
     @property
@@ -174,7 +185,8 @@ class StreamingDataset:
             MissingFileError, FileAccessError, DataFormatError: if an input cannot be opened.
             CheckpointError: if the position does not fit the inputs.
         """
-        settings = {**self._order, **self._other, "inputs": self.inputs, "part": self._part}
+        ends = {"add_bos": False, "add_eos": False}
+        settings = {**ends, **self._order, **self._other, "inputs": self.inputs, "part": self._part}
         return OpenStream(_core.Stream(settings, self.tokenizer._core, position))
 
     def recipe(self) -> dict[str, Any]:

@@ -129,7 +129,13 @@ class Tokenizer:
         return cls(_core.Tokenizer.load(Path(vocab_file), Path(merge_file)), GPT2)
 
     def encode(
-        self, text: str, *, special_tokens_in_text: str = "text", add_special_tokens: bool = False
+        self,
+        text: str,
+        *,
+        special_tokens_in_text: str = "text",
+        add_special_tokens: bool = False,
+        add_bos: bool = False,
+        add_eos: bool = False,
     ) -> npt.NDArray[np.uint32]:
         """Token ids of a text.
 
@@ -138,17 +144,24 @@ class Tokenizer:
             special_tokens_in_text: what text that spells a special token becomes: `text` (ordinary text), `encode` (the
                 token) or `error`.
             add_special_tokens: whether the tokenizer's post-processor adds its tokens, often a BOS.
+            add_bos: whether `bos_id` goes before the text.
+            add_eos: whether `eos_id` goes behind the text.
 
         Returns:
             uint32 `[tokens]`.
 
         Raises:
-            TokenizerError: if tokens are to be added and the tokenizer has none to add (`added_special_tokens`); under
-                `error`, if the text spells a special token; if the text has a lone surrogate.
+            TokenizerError: if tokens are to be added and the tokenizer has none to add (`added_special_tokens`,
+                `bos_id`, `eos_id`), or the post-processor would add the BOS or EOS a second time; under `error`, if the
+                text spells a special token; if the text has a lone surrogate.
         """
         try:
             return self._core.encode(
-                text, special_tokens_in_text=special_tokens_in_text, add_special_tokens=add_special_tokens
+                text,
+                special_tokens_in_text=special_tokens_in_text,
+                add_special_tokens=add_special_tokens,
+                add_bos=add_bos,
+                add_eos=add_eos,
             )
         except UnicodeEncodeError as error:
             raise _lone_surrogate(error, "the text") from None
@@ -159,6 +172,8 @@ class Tokenizer:
         *,
         special_tokens_in_text: str = "text",
         add_special_tokens: bool = False,
+        add_bos: bool = False,
+        add_eos: bool = False,
         threads: int | None = None,
         cache_bytes: int = 64 << 20,
     ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
@@ -168,6 +183,8 @@ class Tokenizer:
             texts: any texts; the GIL is released while they are encoded.
             special_tokens_in_text: as for `encode`.
             add_special_tokens: as for `encode`.
+            add_bos: as for `encode`, before each text.
+            add_eos: as for `encode`, behind each text.
             threads: by default (None or 0) one for each processor; the result does not depend on it.
             cache_bytes: most bytes that the word cache of one thread may take. Caches stay warm for the next call with
                 the same settings, so this tokenizer holds their memory, one for each processor at most.
@@ -189,6 +206,8 @@ class Tokenizer:
                 texts,
                 special_tokens_in_text=special_tokens_in_text,
                 add_special_tokens=add_special_tokens,
+                add_bos=add_bos,
+                add_eos=add_eos,
                 threads=min(threads or os.cpu_count() or 1, sys.maxsize),
                 cache_bytes=min(cache_bytes, sys.maxsize),
             )
@@ -226,9 +245,28 @@ class Tokenizer:
 
     @property
     def eod_id(self) -> int | None:
-        """Id that ends a document: the one that the tokenizer declares, else the first of the known names."""
+        """Id that ends a document: the EOS that the tokenizer declares, else the first of the known names."""
         eod = self._core.eod()
         return None if eod is None else eod[1]
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id that `add_bos` puts before a text; None if there is none.
+
+        It is the `bos_token` of a `tokenizer_config.json` beside the tokenizer's file, else what the file itself
+        declares (SentencePiece, tekken), else the first known name, such as `<s>`, that is a token of its own.
+
+        Raises:
+            TokenizerError: if the declared token is not in the vocabulary.
+        """
+        bos = self._core.bos()
+        return None if bos is None else bos[1]
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id that `add_eos` puts behind a text, found as `bos_id`; None if there is none."""
+        eos = self._core.eos()
+        return None if eos is None else eos[1]
 
     @property
     def special_ids(self) -> list[int]:

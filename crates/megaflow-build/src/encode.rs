@@ -3,7 +3,7 @@
 use megaflow_core::TokenDtype;
 use megaflow_indexed::EncodedDocuments;
 use megaflow_source::{Block, Field, Outcome, ParseOptions, Reject, RejectReason, parse_block};
-use megaflow_tokenize::{EncodeOptions, Encoder, TokenizeError, Tokenizer};
+use megaflow_tokenize::{EncodeOptions, Encoder, Ends, TokenizeError, Tokenizer};
 
 use crate::long_text::{Part, PartQueue};
 use crate::{BuildError, EmptyDocuments, JobOptions, OnBadRecord};
@@ -52,6 +52,17 @@ pub(crate) struct BlockEncoder<'a> {
 struct Sequences {
     ids: Vec<u32>,
     ends: Vec<usize>,
+}
+
+impl Sequences {
+    /// Puts an id, if there is one, behind the last sequence, which is made if there is none.
+    fn extend_last(&mut self, id: Option<u32>) {
+        if let Some(id) = id {
+            self.ids.push(id);
+            self.ends.pop();
+            self.ends.push(self.ids.len());
+        }
+    }
 }
 
 impl<'a> BlockEncoder<'a> {
@@ -142,9 +153,11 @@ impl<'a> BlockEncoder<'a> {
 
     /// All keys are encoded before any is stored, so that a bad record leaves nothing behind.
     fn encode_record(&mut self, fields: &[Field<'_>], documents: &mut [EncodedDocuments]) -> Result<(), RejectReason> {
+        let Ends { bos, eos } = self.encoder.ends();
         for (field, sequences) in fields.iter().zip(&mut self.scratch) {
             sequences.ids.clear();
             sequences.ends.clear();
+            sequences.ids.extend(bos); // of the first sequence that is not empty
             for text in field.texts() {
                 let before = sequences.ids.len();
                 let hits = match self.parts.as_ref().filter(|parts| parts.is_shared() && text.len() > LONG_TEXT) {
@@ -154,7 +167,7 @@ impl<'a> BlockEncoder<'a> {
                     }
                     None => {
                         let hits = self.encoder.special_hits();
-                        let encoded = self.encoder.encode(text, &mut sequences.ids);
+                        let encoded = self.encoder.encode_part(text, &mut sequences.ids);
                         encoded.map(|()| self.encoder.special_hits() - hits)
                     }
                 };
@@ -163,12 +176,13 @@ impl<'a> BlockEncoder<'a> {
                     sequences.ends.push(sequences.ids.len());
                 }
             }
-            let fill_empty = sequences.ends.is_empty() && self.empty_documents == EmptyDocuments::Eod;
-            if let Some(eod) = self.append_eod.filter(|_| fill_empty || !sequences.ends.is_empty()) {
-                sequences.ids.push(eod);
-                sequences.ends.pop();
-                sequences.ends.push(sequences.ids.len());
+            if sequences.ends.is_empty() {
+                sequences.ids.clear(); // an empty document has neither
+            } else {
+                sequences.extend_last(eos);
             }
+            let fill_empty = sequences.ends.is_empty() && self.empty_documents == EmptyDocuments::Eod;
+            sequences.extend_last(self.append_eod.filter(|_| fill_empty || !sequences.ends.is_empty()));
         }
         let too_long = |sequences: &Sequences| sequences.ids.len() > i32::MAX as usize;
         if let Some(sequences) = self.scratch.iter().find(|sequences| too_long(sequences)) {

@@ -56,7 +56,7 @@ pub fn preprocess(
     progress: &mut dyn FnMut(&Progress) -> ControlFlow<()>,
 ) -> Result<Report, BuildError> {
     options.check()?;
-    tokenizer.check(options.encode)?;
+    tokenizer.check_documents(options.encode, options.append_eod)?;
     let bytes_total = total_bytes(&options.inputs)?;
     let files = tokenizer_files(&options.provenance.tokenizer_files)?;
     let dtype = TokenDtype::for_vocab_size(tokenizer.vocab_size());

@@ -50,6 +50,7 @@ impl JobName {
                 modified_ns: since.map(|time| time.as_nanos()),
             });
         }
+        let ends = tokenizer.ends(options.encode)?;
         let settings = [
             ("json keys", format!("{:?}", options.json_keys)),
             ("input format", options.format.map_or("auto", megaflow_source::Format::name).to_owned()),
@@ -60,6 +61,8 @@ impl JobName {
             (BAD_RECORDS, POLICIES[usize::from(options.on_bad_record == OnBadRecord::Skip)].to_owned()),
             ("special tokens in text", format!("{:?}", options.encode.special_tokens_in_text)),
             ("added special tokens", options.encode.add_special_tokens.to_string()),
+            ("BOS of documents", format!("{:?}", ends.bos)),
+            ("EOS of documents", format!("{:?}", ends.eos)),
             ("sentences", options.sentences.as_ref().map_or_else(|| "whole texts".to_owned(), |split| split.name())),
             ("tokenizer", tokenizer.fingerprint().to_owned()),
         ];

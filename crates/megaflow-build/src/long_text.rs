@@ -22,7 +22,7 @@ impl Part {
     pub(crate) fn encode(self, encoder: &mut Encoder) {
         let encoded = catch_unwind(AssertUnwindSafe(|| {
             let (mut ids, hits) = (Vec::new(), encoder.special_hits());
-            encoder.encode(&self.text, &mut ids)?;
+            encoder.encode_part(&self.text, &mut ids)?;
             Ok((ids, encoder.special_hits() - hits))
         }));
         let _ = self.reply.send((self.place, encoded)); // nobody listens after an error

@@ -77,7 +77,8 @@ pub struct JobOptions {
     pub on_bad_record: OnBadRecord,
     /// Bad records after which `Skip` stops the job all the same.
     pub max_bad_records: Option<u64>,
-    /// How texts are encoded.
+    /// How texts are encoded. A BOS stands before the first sequence of a document that is not empty, an EOS behind the last,
+    /// before the end-of-document token.
     pub encode: EncodeOptions,
     /// Threads that tokenize.
     pub threads: usize,

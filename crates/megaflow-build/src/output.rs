@@ -9,7 +9,7 @@ use megaflow_indexed::{
     TokenizerFile, TokenizerRecord, publish_pairs, resume_publication,
 };
 use megaflow_source::{ContentHash, Format, HASH_BLOCK_BYTES, Reject, Resume};
-use megaflow_tokenize::{SpecialTokensInText, Tokenizer};
+use megaflow_tokenize::{DocumentEnd, SpecialTokensInText, Tokenizer};
 
 use crate::encode::EncodedBlock;
 use crate::journal::{Journal, SavedResume, State};
@@ -272,6 +272,9 @@ fn tokenizer_record(
     files: &[TokenizerFile],
 ) -> TokenizerRecord {
     let (eod_token, eod_id) = options.provenance.eod.clone().unzip();
+    // One that is declared and does not exist has stopped the job if it was asked for; else there is none.
+    let end = |end| tokenizer.end_token(end).ok().flatten().cloned().unzip();
+    let ((bos_token, bos_id), (eos_token, eos_id)) = (end(DocumentEnd::Bos), end(DocumentEnd::Eos));
     TokenizerRecord {
         kind: options.provenance.tokenizer_type.clone(),
         engine: tokenizer.engine_kind().name().to_owned(),
@@ -281,6 +284,12 @@ fn tokenizer_record(
         eod_token,
         eod_id,
         append_eod: options.append_eod.is_some(),
+        bos_token,
+        bos_id,
+        add_bos: options.encode.add_bos,
+        eos_token,
+        eos_id,
+        add_eos: options.encode.add_eos,
         add_special_tokens: options.encode.add_special_tokens,
         special_tokens_in_text: match options.encode.special_tokens_in_text {
             SpecialTokensInText::Text => "text",

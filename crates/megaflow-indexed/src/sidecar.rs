@@ -69,6 +69,24 @@ pub struct TokenizerRecord {
     pub eod_id: Option<u32>,
     /// Whether it was appended to each document.
     pub append_eod: bool,
+    /// The BOS, if the tokenizer has one.
+    #[serde(default)]
+    pub bos_token: Option<String>,
+    /// Its id.
+    #[serde(default)]
+    pub bos_id: Option<u32>,
+    /// Whether it was put before each document.
+    #[serde(default)]
+    pub add_bos: bool,
+    /// The EOS, if the tokenizer has one.
+    #[serde(default)]
+    pub eos_token: Option<String>,
+    /// Its id.
+    #[serde(default)]
+    pub eos_id: Option<u32>,
+    /// Whether it was put behind each document, before the end-of-document token.
+    #[serde(default)]
+    pub add_eos: bool,
     /// Whether the tokenizer's own post-processor added its tokens.
     pub add_special_tokens: bool,
     /// `text`, `encode` or `error`.
@@ -172,11 +190,16 @@ impl Sidecar {
 impl TokenizerRecord {
     /// The first setting that makes other tokens of the same text than `other` would: its name and both values.
     pub(crate) fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
+        let or_none = |id: Option<u32>| id.map_or("none".to_owned(), |id| id.to_string());
         let settings = |record: &Self| {
             [
                 ("fingerprint", record.fingerprint.clone()),
-                ("eod_id", record.eod_id.map_or("none".to_owned(), |id| id.to_string())),
+                ("eod_id", or_none(record.eod_id)),
                 ("append_eod", record.append_eod.to_string()),
+                ("add_bos", record.add_bos.to_string()),
+                ("bos_id", or_none(record.bos_id.filter(|_| record.add_bos))),
+                ("add_eos", record.add_eos.to_string()),
+                ("eos_id", or_none(record.eos_id.filter(|_| record.add_eos))),
                 ("add_special_tokens", record.add_special_tokens.to_string()),
                 ("special_tokens_in_text", record.special_tokens_in_text.clone()),
             ]

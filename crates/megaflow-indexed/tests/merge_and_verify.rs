@@ -330,13 +330,29 @@ fn a_pair_without_tokens_takes_the_type_of_the_others() {
     assert_eq!((bytes(&alone).0.len(), bytes(&alone).1.len()), (0, 42));
 }
 
+/// The merge of two pairs with these tokenizers.
+fn merge_of(folder: &Path, tokenizers: [TokenizerRecord; 2]) -> Result<MergeReport, MergeError> {
+    let pair = |(name, tokenizer)| write(&folder.join(name), &small(), TokenDtype::U16, Some(tokenizer));
+    let pairs: Vec<PathBuf> = ["x", "y"].into_iter().zip(tokenizers).map(pair).collect();
+    merge_all(&pairs, &folder.join("xy"), &MergeOptions::default())
+}
+
 #[test]
 fn tokenizers_that_differ_are_refused_unless_forced() {
     let folder = tempfile::tempdir().unwrap();
     let other = TokenizerRecord { fingerprint: "f2".to_owned(), ..tokenizer() };
     let without_eod = TokenizerRecord { append_eod: false, ..tokenizer() };
+    let with_bos = TokenizerRecord { add_bos: true, bos_id: Some(1), ..tokenizer() };
+    let with_other_eos = |id| TokenizerRecord { add_eos: true, eos_id: Some(id), ..tokenizer() };
+    assert!(merge_of(folder.path(), [tokenizer(), TokenizerRecord { bos_id: Some(1), ..tokenizer() }]).is_ok());
+    let words = merge_of(folder.path(), [with_other_eos(7), with_other_eos(8)]).unwrap_err().to_string();
+    assert!(words.contains("eos_id is 7"), "{words}");
     let first = write(&folder.path().join("a"), &small(), TokenDtype::U16, Some(tokenizer()));
-    for (name, tokenizer, setting) in [("b", other, "fingerprint is f1"), ("c", without_eod, "append_eod is true")] {
+    for (name, tokenizer, setting) in [
+        ("b", other, "fingerprint is f1"),
+        ("c", without_eod, "append_eod is true"),
+        ("d", with_bos, "add_bos is false"),
+    ] {
         let pairs = [first.clone(), write(&folder.path().join(name), &small(), TokenDtype::U16, Some(tokenizer))];
         let output = folder.path().join("m");
         let words = merge_all(&pairs, &output, &MergeOptions::default()).unwrap_err().to_string();

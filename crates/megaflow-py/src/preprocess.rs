@@ -48,6 +48,8 @@ struct Settings<'py> {
     max_bad_records: Option<u64>,
     special_tokens_in_text: String,
     add_special_tokens: bool,
+    add_bos: bool,
+    add_eos: bool,
     workers: usize,
     block_bytes: usize,
     restart: bool,
@@ -169,6 +171,8 @@ fn job_options(settings: Settings<'_>, tokenizer: &PyTokenizer) -> PyResult<JobO
         encode: EncodeOptions {
             special_tokens_in_text: special_policy(&settings.special_tokens_in_text)?,
             add_special_tokens: settings.add_special_tokens,
+            add_bos: settings.add_bos,
+            add_eos: settings.add_eos,
             ..EncodeOptions::default()
         },
         threads: settings.workers,

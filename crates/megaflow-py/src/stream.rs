@@ -56,6 +56,8 @@ struct Settings<'py> {
     max_bad_records: Option<u64>,
     special_tokens_in_text: String,
     add_special_tokens: bool,
+    add_bos: bool,
+    add_eos: bool,
     num_threads: usize,
     block_bytes: usize,
 }
@@ -150,6 +152,8 @@ fn options_of(settings: Settings<'_>) -> PyResult<StreamOptions> {
     let encode = EncodeOptions {
         special_tokens_in_text: special_policy(&settings.special_tokens_in_text)?,
         add_special_tokens: settings.add_special_tokens,
+        add_bos: settings.add_bos,
+        add_eos: settings.add_eos,
         ..EncodeOptions::default()
     };
     Ok(StreamOptions {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use megaflow_tokenize::{EncodeOptions, SpecialTokensInText, TokenizeError, Tokenizer, TokenizerFiles};
+use megaflow_tokenize::{DocumentEnd, EncodeOptions, SpecialTokensInText, TokenizeError, Tokenizer, TokenizerFiles};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -49,16 +49,19 @@ impl PyTokenizer {
         Ok(Self { tokenizer: loaded.tokenizer, files: loaded.files })
     }
 
-    #[pyo3(signature = (text, *, special_tokens_in_text="text", add_special_tokens=false))]
+    #[pyo3(signature = (text, *, special_tokens_in_text="text", add_special_tokens=false, add_bos=false, add_eos=false))]
     fn encode<'py>(
         &self,
         py: Python<'py>,
         text: &str,
         special_tokens_in_text: &str,
         add_special_tokens: bool,
+        add_bos: bool,
+        add_eos: bool,
     ) -> PyResult<Bound<'py, PyArray1<u32>>> {
         let special_tokens_in_text = special_policy(special_tokens_in_text)?;
-        let options = EncodeOptions { special_tokens_in_text, add_special_tokens, ..EncodeOptions::default() };
+        let cache_bytes = EncodeOptions::default().cache_bytes;
+        let options = EncodeOptions { special_tokens_in_text, add_special_tokens, add_bos, add_eos, cache_bytes };
         let ids = py.without_gil(|| -> Result<_, TokenizeError> {
             let (mut ids, mut encoder) = (Vec::new(), self.tokenizer.encoder(options)?);
             encoder.encode(text, &mut ids)?;
@@ -69,18 +72,21 @@ impl PyTokenizer {
     }
 
     /// Ids of several texts, one after the other, and where each begins (the end of the last one too).
-    #[pyo3(signature = (texts, *, special_tokens_in_text, add_special_tokens, threads, cache_bytes))]
+    #[pyo3(signature = (texts, *, special_tokens_in_text, add_special_tokens, add_bos, add_eos, threads, cache_bytes))]
+    #[expect(clippy::too_many_arguments, reason = "keywords, each named by the caller")]
     fn encode_batch<'py>(
         &self,
         py: Python<'py>,
         texts: Vec<PyBackedStr>,
         special_tokens_in_text: &str,
         add_special_tokens: bool,
+        add_bos: bool,
+        add_eos: bool,
         threads: usize,
         cache_bytes: usize,
     ) -> PyResult<BatchArrays<'py>> {
         let special_tokens_in_text = special_policy(special_tokens_in_text)?;
-        let options = EncodeOptions { special_tokens_in_text, add_special_tokens, cache_bytes };
+        let options = EncodeOptions { special_tokens_in_text, add_special_tokens, add_bos, add_eos, cache_bytes };
         let batch = py.without_gil(|| {
             let texts: Vec<&str> = texts.iter().map(|text| &**text).collect();
             self.tokenizer.encode_batch(&texts, options, threads)
@@ -116,6 +122,29 @@ impl PyTokenizer {
     /// Ids that the post-processor adds to each text where that is asked for.
     fn added_special_tokens(&self) -> PyResult<Vec<u32>> {
         self.tokenizer.added_special_tokens().map(<[u32]>::to_vec).map_err(IntoPyErr::into_py_err)
+    }
+
+    /// Fails if documents cannot be encoded like this, or would end twice with the same token.
+    #[pyo3(signature = (*, add_special_tokens, add_bos, add_eos, append_eod))]
+    fn check_documents(
+        &self,
+        add_special_tokens: bool,
+        add_bos: bool,
+        add_eos: bool,
+        append_eod: Option<u32>,
+    ) -> PyResult<()> {
+        let options = EncodeOptions { add_special_tokens, add_bos, add_eos, ..EncodeOptions::default() };
+        self.tokenizer.check_documents(options, append_eod).map_err(IntoPyErr::into_py_err)
+    }
+
+    /// Text and id of the BOS.
+    fn bos(&self) -> PyResult<Option<(String, u32)>> {
+        self.tokenizer.end_token(DocumentEnd::Bos).map(|found| found.cloned()).map_err(IntoPyErr::into_py_err)
+    }
+
+    /// Text and id of the EOS.
+    fn eos(&self) -> PyResult<Option<(String, u32)>> {
+        self.tokenizer.end_token(DocumentEnd::Eos).map(|found| found.cloned()).map_err(IntoPyErr::into_py_err)
     }
 
     #[pyo3(signature = (token=None))]

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use megaflow_source::{Block, Outcome, ParseOptions, Place, Position, RejectReason, parse_block};
-use megaflow_tokenize::{Encoder, Tokenizer};
+use megaflow_tokenize::{Encoder, Ends, Tokenizer};
 
 use crate::{OnBadRecord, StreamError, StreamOptions, text_share};
 
@@ -63,6 +63,7 @@ impl<'a> BlockEncoder<'a> {
     pub(crate) fn encode(&mut self, source: usize, path: &Path, block: &Block, behind: Position) -> EncodedBlock {
         let Self { options, parse, encoder } = self;
         let mut done = EncodedBlock::default();
+        let Ends { bos, eos } = encoder.ends();
         let mut bad = 0;
         parse_block(block, parse, |place, _, outcome| {
             let here = position_of(place);
@@ -70,6 +71,7 @@ impl<'a> BlockEncoder<'a> {
                 last.next = here;
             }
             let before = done.tokens.len();
+            let mut is_empty = true;
             let reason = match outcome {
                 Outcome::Blank => None,
                 Outcome::Bad(reason) => Some(reason),
@@ -78,13 +80,18 @@ impl<'a> BlockEncoder<'a> {
                     if options.part.as_ref().is_some_and(|part| !part.contains(&text_share(texts.clone()))) {
                         return true;
                     }
-                    let encoded = texts.clone().try_for_each(|text| encoder.encode(text, &mut done.tokens));
+                    done.tokens.extend(bos);
+                    let begin = done.tokens.len();
+                    let encoded = texts.clone().try_for_each(|text| encoder.encode_part(text, &mut done.tokens));
+                    is_empty = done.tokens.len() == begin;
                     done.text_bytes += texts.map(|text| text.len() as u64).sum::<u64>();
                     encoded.err().map(|error| RejectReason::NotTokenized { detail: error.to_string() })
                 }
             };
-            if let Some(reason) = reason {
+            if reason.is_some() || is_empty {
                 done.tokens.truncate(before);
+            }
+            if let Some(reason) = reason {
                 bad += 1;
                 if options.on_bad_record == OnBadRecord::Error {
                     let (path, place) = (path.to_owned(), place.to_string());
@@ -92,9 +99,9 @@ impl<'a> BlockEncoder<'a> {
                     return false;
                 }
                 done.last_bad = Some((place.to_string(), reason));
-            } else if done.tokens.len() > before {
+            } else if !is_empty {
                 // An empty document has no tokens, so nothing of it could be seen.
-                done.tokens.extend(options.append_eod);
+                done.tokens.extend([eos, options.append_eod].into_iter().flatten());
                 let place = place_in(source, place);
                 done.documents.push(Document { end: done.tokens.len(), place, next: behind, bad_before: bad });
                 bad = 0;

@@ -37,7 +37,7 @@ impl StreamSource {
         start: Option<StreamState>,
     ) -> Result<Self, StreamError> {
         options.check()?;
-        tokenizer.check(options.encode)?;
+        tokenizer.check_documents(options.encode, options.append_eod)?;
         let shards = plan(&sources, &options)?;
         let lanes = num_lanes(shards.len(), &options);
         let start = start.unwrap_or_else(|| StreamState::start(lanes));

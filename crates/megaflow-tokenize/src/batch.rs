@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use crate::simd;
-use crate::{EncodeOptions, SpecialTokensInText, TokenizeError, Tokenizer};
+use crate::{EncodeOptions, Encoder, SpecialTokensInText, TokenizeError, Tokenizer};
 
 /// Bytes of text that a thread takes at a time; longer texts are cut where that changes no id.
 const CHUNK_BYTES: usize = 256 << 10;
@@ -34,10 +34,22 @@ impl EncodedBatch {
     }
 }
 
-/// A part of a text; `ends_text` says whether it is the last one.
+/// A part of a text, and whether it is the first and the last one.
 struct Piece<'a> {
     text: &'a str,
+    begins_text: bool,
     ends_text: bool,
+}
+
+impl Piece<'_> {
+    /// Appends the ids of the part, with what goes before and behind the text.
+    fn encode(&self, encoder: &mut Encoder, ids: &mut Vec<u32>) -> Result<(), TokenizeError> {
+        let ends = encoder.ends();
+        ids.extend(ends.bos.filter(|_| self.begins_text));
+        encoder.encode_part(self.text, ids)?;
+        ids.extend(ends.eos.filter(|_| self.ends_text));
+        Ok(())
+    }
 }
 
 /// What a thread made of a chunk of pieces.
@@ -124,7 +136,7 @@ impl Tokenizer {
     ) -> Result<EncodedBatch, TokenizeError> {
         let mut encoder = self.encoder(options)?;
         for piece in pieces {
-            encoder.encode(piece.text, &mut batch.ids)?;
+            piece.encode(&mut encoder, &mut batch.ids)?;
             if piece.ends_text {
                 batch.offsets.push(batch.ids.len() as i64);
             }
@@ -161,7 +173,7 @@ impl Tokenizer {
 
     /// A text in parts whose ids, one after the other, are those of the whole: one part, if it is not long or cannot be cut.
     ///
-    /// A special token or a token around each text would not survive a cut.
+    /// A special token or a token of the post-processor around each text would not survive a cut. BOS and EOS are no part of any.
     pub fn parts<'a>(&'a self, text: &'a str, options: EncodeOptions) -> impl Iterator<Item = &'a str> + 'a {
         let may_cut = !options.add_special_tokens && options.special_tokens_in_text == SpecialTokensInText::Text;
         let mut rest = Some(text);
@@ -178,7 +190,9 @@ impl Tokenizer {
     fn pieces<'a>(&'a self, texts: &[&'a str], options: EncodeOptions) -> Vec<Piece<'a>> {
         let mut pieces = Vec::with_capacity(texts.len());
         for &text in texts {
-            pieces.extend(self.parts(text, options).map(|text| Piece { text, ends_text: false }));
+            let first = pieces.len();
+            pieces.extend(self.parts(text, options).map(|text| Piece { text, begins_text: false, ends_text: false }));
+            pieces[first].begins_text = true; // a text has at least one part
             pieces.last_mut().into_iter().for_each(|last| last.ends_text = true);
         }
         pieces
@@ -201,7 +215,7 @@ impl Tokenizer {
             made.ids.clear();
             made.ends.clear();
             let outcome = chunk.iter().try_for_each(|piece| {
-                encoder.encode(piece.text, &mut made.ids)?;
+                piece.encode(&mut encoder, &mut made.ids)?;
                 if piece.ends_text {
                     made.ends.push(made.ids.len());
                 }

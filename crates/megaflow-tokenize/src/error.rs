@@ -1,5 +1,7 @@
 use std::path::PathBuf;
 
+use crate::DocumentEnd;
+
 /// Why a tokenizer could not be loaded, or a text not be encoded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -55,6 +57,64 @@ pub enum TokenizeError {
         id: u32,
         /// Entries of the vocabulary.
         vocab_size: u64,
+    },
+    /// Asked for a BOS or EOS, and there is none.
+    #[error(
+        "{tokenizer}: asked for {a} {name} {side} each document ({setting}), but this tokenizer has none: nothing declares one, and \
+         none of {known} is a token of its own; leave {setting} off, or name the token as \"{key}\" in a tokenizer_config.json \
+         beside the tokenizer's file",
+        a = if *.end == DocumentEnd::Bos { "a" } else { "an" }, name = .end.name(), side = .end.side(),
+        setting = .end.setting(), key = .end.key(), known = .end.known_names().join(", ")
+    )]
+    NoEndToken {
+        /// The tokenizer's file, or that it has none.
+        tokenizer: String,
+        /// Which end.
+        end: DocumentEnd,
+    },
+    /// The declared BOS or EOS does not exist.
+    #[error(
+        "{tokenizer}: the tokenizer_config.json beside it declares {token:?} as {key}, which is none of the {vocab_size} tokens; \
+         mend one of the two files"
+    )]
+    DeclaredUnknown {
+        /// The tokenizer's file.
+        tokenizer: String,
+        /// `bos_token` or `eos_token`.
+        key: &'static str,
+        /// What is declared.
+        token: String,
+        /// Entries of the vocabulary.
+        vocab_size: u64,
+    },
+    /// A BOS or EOS would be put there twice.
+    #[error(
+        "{tokenizer}: {setting} and add_special_tokens would both put the {name} {token:?} (id {id}) {side} each text, since the \
+         tokenizer's post_processor adds it; leave one of the two off",
+        setting = .end.setting(), name = .end.name(), side = .end.side()
+    )]
+    AddedTwice {
+        /// The tokenizer's file, or that it has none.
+        tokenizer: String,
+        /// Which end.
+        end: DocumentEnd,
+        /// The token.
+        token: String,
+        /// Its id.
+        id: u32,
+    },
+    /// The EOS is the end-of-document token.
+    #[error(
+        "{tokenizer}: add_eos and append_eod would both end each document with {token:?} (id {id}), which is its EOS and its \
+         end of document; leave one of the two off, or name another end of document with eod_token"
+    )]
+    EndsTwice {
+        /// The tokenizer's file, or that it has none.
+        tokenizer: String,
+        /// The token.
+        token: String,
+        /// Its id.
+        id: u32,
     },
     /// An id outside the vocabulary.
     #[error("token id {id} is outside the vocabulary of {vocab_size} ids")]

@@ -16,6 +16,7 @@
 mod added;
 mod batch;
 mod bpe;
+mod ends;
 mod error;
 mod fallback;
 mod idle;
@@ -32,6 +33,7 @@ mod tokenizer;
 mod unicode;
 
 pub use batch::EncodedBatch;
+pub use ends::{DocumentEnd, Ends};
 pub use error::TokenizeError;
 pub use load::TokenizerFiles;
 pub use spec::{AddedTokenSpec, ModelSpec, TokenizerSpec};

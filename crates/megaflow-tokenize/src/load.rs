@@ -3,9 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use serde_json::Value;
-
 use crate::bpe::{Ranks, TiktokenConfig, read_ranks, read_tekken};
+use crate::ends::{Declared, of_tekken};
 use crate::sentencepiece::Model;
 use crate::{TokenizeError, Tokenizer};
 
@@ -31,9 +30,8 @@ impl TokenizerFiles {
         let bytes = read(path)?;
         match content_of(&bytes) {
             Content::TokenizerJson => {
-                let folder = path.parent().unwrap_or(Path::new(""));
-                let tokenizer =
-                    Tokenizer::with_declared_eod(&bytes, declared_eod(folder)?).map_err(|e| at(path, &e))?;
+                let declared = Declared::beside(path)?;
+                let tokenizer = Tokenizer::of_tokenizer_json(&bytes, declared).map_err(|e| at(path, &e))?;
                 Ok(Self { tokenizer, files: vec![path.to_owned()] })
             }
             Content::Vocabulary => match sibling(path, &["merges.txt", "vocab.bpe"]) {
@@ -41,12 +39,15 @@ impl TokenizerFiles {
                 None => Err(not_a_tokenizer(path, "is a vocabulary; name its merges with --merge-file")),
             },
             Content::SentencePiece => {
-                let tokenizer = Tokenizer::from_sentencepiece(&bytes).map_err(|e| at(path, &e))?;
+                let declared = Declared::beside(path)?;
+                let tokenizer = Tokenizer::of_sentencepiece(&bytes, declared).map_err(|e| at(path, &e))?;
                 Ok(Self { tokenizer, files: vec![path.to_owned()] })
             }
             Content::Ranks(ranks) => Self::from_ranks(path, &ranks),
             Content::Tekken(ranks, config) => {
-                let tokenizer = Tokenizer::from_ranks(&ranks, &config).map_err(|e| at(path, &e))?;
+                let (bos, eos) = of_tekken(&config.special_tokens);
+                let declared = Declared { file: Some(path.to_owned()), bos, eos };
+                let tokenizer = Tokenizer::from_ranks(&ranks, &config, declared).map_err(|e| at(path, &e))?;
                 Ok(Self { tokenizer, files: vec![path.to_owned()] })
             }
             Content::Other => Err(not_a_tokenizer(
@@ -65,8 +66,9 @@ impl TokenizerFiles {
         let vocab_bytes = read(vocab)?;
         let merges_text = String::from_utf8(read(merges)?)
             .map_err(|error| not_a_tokenizer(merges, &format!("expected a list of merges in UTF-8: {error}")))?;
+        let declared = Declared::beside(vocab)?;
         let tokenizer =
-            Tokenizer::from_vocab_and_merges(&vocab_bytes, &merges_text).map_err(|error| at(vocab, &error))?;
+            Tokenizer::of_vocab_and_merges(&vocab_bytes, &merges_text, declared).map_err(|error| at(vocab, &error))?;
         Ok(Self { tokenizer, files: vec![vocab.to_owned(), merges.to_owned()] })
     }
 
@@ -81,7 +83,8 @@ impl TokenizerFiles {
         let config: TiktokenConfig = serde_json::from_slice(&read(&config_path)?).map_err(|error| {
             not_a_tokenizer(&config_path, &format!("expected \"pat_str\" and \"special_tokens\": {error}"))
         })?;
-        let tokenizer = Tokenizer::from_ranks(ranks, &config).map_err(|e| at(path, &e))?;
+        let declared = Declared::beside(path)?;
+        let tokenizer = Tokenizer::from_ranks(ranks, &config, declared).map_err(|e| at(path, &e))?;
         Ok(Self { tokenizer, files: vec![path.to_owned(), config_path] })
     }
 
@@ -140,18 +143,6 @@ fn content_of(bytes: &[u8]) -> Content {
 
 fn is_vocabulary(bytes: &[u8]) -> bool {
     serde_json::from_slice::<std::collections::HashMap<String, u32>>(bytes).is_ok_and(|ids| !ids.is_empty())
-}
-
-/// `eos_token` of the `tokenizer_config.json` in a folder, if there is one.
-fn declared_eod(folder: &Path) -> Result<Option<String>, TokenizeError> {
-    let path = folder.join("tokenizer_config.json");
-    if !path.is_file() {
-        return Ok(None);
-    }
-    let config: Value = serde_json::from_slice(&read(&path)?)
-        .map_err(|error| not_a_tokenizer(&path, &format!("is not JSON: {error}")))?;
-    let token = &config["eos_token"];
-    Ok(token.as_str().or_else(|| token["content"].as_str()).map(str::to_owned))
 }
 
 /// The one file of tiktoken ranks in a folder, by its name.

@@ -4,11 +4,12 @@ use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
 use crate::bpe::{ByteLevel, Ranks, TiktokenConfig, read_ranks};
+use crate::ends::{Declaration, Declared, FoundEnds};
 use crate::fallback::Fallback;
 use crate::idle::IdleEncoders;
 use crate::sentencepiece::SentencePiece;
 use crate::special::SpecialFinder;
-use crate::{SpecialTokensInText, TokenizeError, TokenizerSpec};
+use crate::{DocumentEnd, Ends, SpecialTokensInText, TokenizeError, TokenizerSpec};
 
 /// Which code turns text into ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +56,10 @@ pub struct EncodeOptions {
     pub special_tokens_in_text: SpecialTokensInText,
     /// Whether the post-processor may add its tokens (often a BOS) to each text, as Megatron's Hugging Face path does.
     pub add_special_tokens: bool,
+    /// Whether the tokenizer's BOS goes before each document.
+    pub add_bos: bool,
+    /// Whether the tokenizer's EOS goes behind each document.
+    pub add_eos: bool,
     /// Most bytes that the word cache of an encoder may take.
     pub cache_bytes: usize,
 }
@@ -62,7 +67,20 @@ pub struct EncodeOptions {
 impl Default for EncodeOptions {
     fn default() -> Self {
         let special_tokens_in_text = SpecialTokensInText::default();
-        Self { special_tokens_in_text, add_special_tokens: false, cache_bytes: 64 << 20 }
+        Self {
+            special_tokens_in_text,
+            add_special_tokens: false,
+            add_bos: false,
+            add_eos: false,
+            cache_bytes: 64 << 20,
+        }
+    }
+}
+
+impl EncodeOptions {
+    /// What an engine has to know of them: the ends of documents are put on outside.
+    fn of_engine(self) -> Self {
+        Self { add_bos: false, add_eos: false, ..self }
     }
 }
 
@@ -121,7 +139,8 @@ struct Inner {
     specials: SpecialFinder,
     fingerprint: String,
     vocab_size: u64,
-    declared_eod: Option<String>,
+    declared: Declared,
+    found_ends: FoundEnds,
     idle: IdleEncoders,
     /// What the post-processor adds to a text, once somebody asks.
     added: OnceLock<Vec<u32>>,
@@ -129,7 +148,7 @@ struct Inner {
 
 /// Names under which tokenizers keep their end-of-document token, most specific first.
 const KNOWN_EOD: [&str; 6] =
-    ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end\u{2581}of\u{2581}sentence|>", "[SEP]"];
+    ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<\u{FF5C}end\u{2581}of\u{2581}sentence\u{FF5C}>", "[SEP]"];
 
 impl Tokenizer {
     /// From the text of a `tokenizer.json`.
@@ -137,13 +156,13 @@ impl Tokenizer {
     /// # Errors
     /// [`TokenizeError::Invalid`] if the text is not a tokenizer.
     pub fn from_tokenizer_json(bytes: &[u8]) -> Result<Self, TokenizeError> {
-        Self::with_declared_eod(bytes, None)
+        Self::of_tokenizer_json(bytes, Declared::default())
     }
 
-    /// As above, with the end-of-document token that a file beside it declares (`eos_token` of `tokenizer_config.json`).
-    pub(crate) fn with_declared_eod(bytes: &[u8], declared_eod: Option<String>) -> Result<Self, TokenizeError> {
+    /// As above, with the tokens that a file beside it declares.
+    pub(crate) fn of_tokenizer_json(bytes: &[u8], declared: Declared) -> Result<Self, TokenizeError> {
         let spec = TokenizerSpec::from_tokenizer_json(bytes)?;
-        Self::of_spec(spec, bytes, declared_eod)
+        Self::of_spec(spec, bytes, declared)
     }
 
     /// From GPT-2's two files, the bytes of a JSON vocabulary and the text of a list of merges.
@@ -151,16 +170,21 @@ impl Tokenizer {
     /// # Errors
     /// [`TokenizeError::Invalid`] if they are no such files, or not of one tokenizer.
     pub fn from_vocab_and_merges(vocab: &[u8], merges: &str) -> Result<Self, TokenizeError> {
+        Self::of_vocab_and_merges(vocab, merges, Declared::default())
+    }
+
+    pub(crate) fn of_vocab_and_merges(vocab: &[u8], merges: &str, declared: Declared) -> Result<Self, TokenizeError> {
         let spec = TokenizerSpec::from_vocab_and_merges(vocab, merges)?;
+        let declared = declared.within(&spec);
         if let Some(engine) = ByteLevel::from_spec(&spec, &[])? {
-            return Self::with_engine(spec, Box::new(engine), None); // it decodes by itself and asks for no other form
+            return Self::with_engine(spec, Box::new(engine), declared); // it decodes by itself and asks for no other form
         }
         let json = spec.to_json();
-        Self::of_spec(spec, &json, None)
+        Self::of_spec(spec, &json, declared)
     }
 
     /// From a description and the same as text.
-    fn of_spec(spec: TokenizerSpec, bytes: &[u8], declared_eod: Option<String>) -> Result<Self, TokenizeError> {
+    fn of_spec(spec: TokenizerSpec, bytes: &[u8], declared: Declared) -> Result<Self, TokenizeError> {
         let engine: Box<dyn Engine> = if let Some(engine) = ByteLevel::from_spec(&spec, bytes)? {
             Box::new(engine)
         } else if let Some(engine) = SentencePiece::from_spec(&spec, bytes)? {
@@ -168,7 +192,7 @@ impl Tokenizer {
         } else {
             Box::new(Fallback::from_tokenizer_json(bytes)?)
         };
-        Self::with_engine(spec, engine, declared_eod)
+        Self::with_engine(spec, engine, declared)
     }
 
     /// From the bytes of a SentencePiece `.model`.
@@ -176,14 +200,24 @@ impl Tokenizer {
     /// # Errors
     /// [`TokenizeError::Invalid`] if the model is damaged or of a kind that is not handled.
     pub fn from_sentencepiece(bytes: &[u8]) -> Result<Self, TokenizeError> {
-        let (spec, engine) = SentencePiece::from_model(bytes)?;
-        Self::with_engine(spec, Box::new(engine), None)
+        Self::of_sentencepiece(bytes, Declared::default())
+    }
+
+    pub(crate) fn of_sentencepiece(bytes: &[u8], declared: Declared) -> Result<Self, TokenizeError> {
+        let (spec, engine, [bos, eos]) = SentencePiece::from_model(bytes)?;
+        let declared = declared.within(&spec).or(bos, eos);
+        Self::with_engine(spec, Box::new(engine), declared)
     }
 
     /// From ranks and the configuration beside them.
-    pub(crate) fn from_ranks(ranks: &Ranks, config: &TiktokenConfig) -> Result<Self, TokenizeError> {
+    pub(crate) fn from_ranks(
+        ranks: &Ranks,
+        config: &TiktokenConfig,
+        declared: Declared,
+    ) -> Result<Self, TokenizeError> {
         let (spec, engine) = ByteLevel::from_ranks(ranks, config)?;
-        Self::with_engine(spec, Box::new(engine), None)
+        let declared = declared.within(&spec);
+        Self::with_engine(spec, Box::new(engine), declared)
     }
 
     /// From tiktoken's three arguments: the text of the ranks (lines of base64 and a number), the split pattern and the
@@ -199,18 +233,14 @@ impl Tokenizer {
         let ranks = read_ranks(ranks)
             .ok_or_else(|| TokenizeError::invalid("expected lines of a token in base64 and its rank"))?;
         let config = TiktokenConfig { pat_str: pat_str.to_owned(), special_tokens: special_tokens.clone() };
-        Self::from_ranks(&ranks, &config)
+        Self::from_ranks(&ranks, &config, Declared::default())
     }
 
-    fn with_engine(
-        spec: TokenizerSpec,
-        engine: Box<dyn Engine>,
-        declared_eod: Option<String>,
-    ) -> Result<Self, TokenizeError> {
+    fn with_engine(spec: TokenizerSpec, engine: Box<dyn Engine>, declared: Declared) -> Result<Self, TokenizeError> {
         let specials = SpecialFinder::new(&spec.special_tokens())?;
         let (fingerprint, vocab_size) = (spec.fingerprint(), spec.vocab_size());
-        let (idle, added) = (IdleEncoders::default(), OnceLock::new());
-        let inner = Inner { spec, engine, specials, fingerprint, vocab_size, declared_eod, idle, added };
+        let (idle, added, found_ends) = (IdleEncoders::default(), OnceLock::new(), FoundEnds::default());
+        let inner = Inner { spec, engine, specials, fingerprint, vocab_size, declared, found_ends, idle, added };
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -220,8 +250,10 @@ impl Tokenizer {
     /// As [`Self::check`].
     pub fn encoder(&self, options: EncodeOptions) -> Result<Encoder, TokenizeError> {
         self.check(options)?;
+        let (ends, options) = (self.ends(options)?, options.of_engine());
         Ok(Encoder {
             engine: self.inner.idle.take(options).unwrap_or_else(|| self.inner.engine.encoder(options)),
+            ends,
             options,
             tokenizer: self.clone(),
             special_hits: 0,
@@ -232,8 +264,9 @@ impl Tokenizer {
     ///
     /// # Errors
     /// [`TokenizeError::NothingToAdd`] if tokens around each text are asked for and there are none,
-    /// [`TokenizeError::AddsUnknownId`] if one of them is not in the vocabulary.
+    /// [`TokenizeError::AddsUnknownId`] if one of them is not in the vocabulary; as [`Self::ends`].
     pub fn check(&self, options: EncodeOptions) -> Result<(), TokenizeError> {
+        self.ends(options)?;
         if !options.add_special_tokens {
             return Ok(());
         }
@@ -277,6 +310,18 @@ impl Tokenizer {
         blanks.find(|&blank| is_letter(blank - 1) && is_letter(blank + 1))
     }
 
+    pub(crate) fn spec(&self) -> &TokenizerSpec {
+        &self.inner.spec
+    }
+
+    pub(crate) fn declared(&self) -> &Declared {
+        &self.inner.declared
+    }
+
+    pub(crate) fn found_ends(&self) -> &FoundEnds {
+        &self.inner.found_ends
+    }
+
     /// Number of ids, added tokens included: every id is below it.
     pub fn vocab_size(&self) -> u64 {
         self.inner.vocab_size
@@ -302,12 +347,16 @@ impl Tokenizer {
         self.inner.spec.token_id(token)
     }
 
-    /// The end-of-document token: `explicit` if given, else the declared one, else the first known name.
+    /// The end-of-document token: `explicit` if given, else the declared EOS, else the first known name.
     ///
     /// # Errors
     /// [`TokenizeError::UnknownToken`] if the explicit or declared one is not in the vocabulary.
     pub fn eod(&self, explicit: Option<&str>) -> Result<Option<(String, u32)>, TokenizeError> {
-        if let Some(token) = explicit.or(self.inner.declared_eod.as_deref()) {
+        let declared = match self.inner.declared.of(DocumentEnd::Eos) {
+            Declaration::Token(token) => Some(token.as_str()),
+            Declaration::Absent | Declaration::Unsaid => None,
+        };
+        if let Some(token) = explicit.or(declared) {
             let unknown = || TokenizeError::UnknownToken { token: token.to_owned(), vocab_size: self.inner.vocab_size };
             return Ok(Some((token.to_owned(), self.token_id(token).ok_or_else(unknown)?)));
         }
@@ -340,27 +389,51 @@ impl Tokenizer {
 pub struct Encoder {
     engine: Box<dyn EngineEncoder>,
     options: EncodeOptions,
+    ends: Ends,
     tokenizer: Tokenizer,
     special_hits: u64,
 }
 
 impl Encoder {
-    /// Appends the ids of `text` to `out`.
+    /// Appends the ids of a whole document to `out`, and the BOS and EOS that were asked for around them.
+    ///
+    /// # Errors
+    /// As [`Self::encode_part`].
+    pub fn encode(&mut self, text: &str, out: &mut Vec<u32>) -> Result<(), TokenizeError> {
+        out.extend(self.ends.bos);
+        self.encode_part(text, out)?;
+        out.extend(self.ends.eos);
+        Ok(())
+    }
+
+    /// Appends the ids of a part of a document to `out`, without BOS and EOS: whoever joins the parts puts [`Self::ends`] on.
     ///
     /// # Errors
     /// [`TokenizeError::SpecialInText`] under policy `Error`, [`TokenizeError::Encode`] if the engine refuses the text.
-    pub fn encode(&mut self, text: &str, out: &mut Vec<u32>) -> Result<(), TokenizeError> {
+    pub fn encode_part(&mut self, text: &str, out: &mut Vec<u32>) -> Result<(), TokenizeError> {
         self.look_for_special(text)?;
         self.engine.encode(text, out)
     }
 
-    /// Appends the ids of `text` to `out` as `u16`.
+    /// As [`Self::encode`], as `u16`.
     ///
     /// # Errors
     /// As [`Self::encode`], and [`TokenizeError::Invalid`] if the vocabulary has ids that do not fit.
     pub fn encode_u16(&mut self, text: &str, out: &mut Vec<u16>) -> Result<(), TokenizeError> {
         self.look_for_special(text)?;
-        self.engine.encode_u16(text, out)
+        let narrow = |id: Option<u32>| -> Result<Option<u16>, TokenizeError> {
+            id.map(|id| check_u16(id).map(|()| id as u16)).transpose()
+        };
+        let (bos, eos) = (narrow(self.ends.bos)?, narrow(self.ends.eos)?);
+        out.extend(bos);
+        self.engine.encode_u16(text, out)?;
+        out.extend(eos);
+        Ok(())
+    }
+
+    /// The ids that go around each document.
+    pub fn ends(&self) -> Ends {
+        self.ends
     }
 
     fn look_for_special(&mut self, text: &str) -> Result<(), TokenizeError> {
@@ -380,87 +453,5 @@ impl Encoder {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const WORDS: &str = r#"{"added_tokens": [{"id": 2, "content": "</s>", "single_word": false, "lstrip": false,
-        "rstrip": false, "normalized": false, "special": true}], "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1, "</s>": 2}, "unk_token": "[UNK]"}}"#;
-
-    fn encode(policy: SpecialTokensInText, text: &str) -> Result<(Vec<u32>, u64), TokenizeError> {
-        let tokenizer = Tokenizer::from_tokenizer_json(WORDS.as_bytes())?;
-        let mut encoder =
-            tokenizer.encoder(EncodeOptions { special_tokens_in_text: policy, ..EncodeOptions::default() })?;
-        let mut ids = Vec::new();
-        encoder.encode(text, &mut ids)?;
-        Ok((ids, encoder.special_hits()))
-    }
-
-    #[test]
-    fn tokens_around_a_text_are_refused_where_there_are_none_or_they_do_not_exist() {
-        let options = EncodeOptions { add_special_tokens: true, ..EncodeOptions::default() };
-        let with_rule = |id: u32| {
-            let rule = serde_json::json!({"type": "TemplateProcessing", "pair": [],
-                "single": [{"SpecialToken": {"id": "</s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-                "special_tokens": {"</s>": {"id": "</s>", "ids": [id], "tokens": ["</s>"]}}});
-            let mut json: serde_json::Value = serde_json::from_str(WORDS).unwrap();
-            json["post_processor"] = rule;
-            Tokenizer::from_tokenizer_json(json.to_string().as_bytes()).unwrap()
-        };
-        let none = Tokenizer::from_tokenizer_json(WORDS.as_bytes()).unwrap();
-        assert!(matches!(none.check(options), Err(TokenizeError::NothingToAdd)));
-        assert!(matches!(none.encoder(options), Err(TokenizeError::NothingToAdd)));
-        assert!(matches!(none.encode_batch(&[], options, 1), Err(TokenizeError::NothingToAdd)));
-        assert!(none.check(EncodeOptions::default()).is_ok());
-        let wrong = with_rule(3).check(options);
-        assert!(matches!(wrong, Err(TokenizeError::AddsUnknownId { id: 3, vocab_size: 3 })));
-        let right = with_rule(2);
-        assert_eq!(right.added_special_tokens().unwrap(), [2]);
-        assert_eq!(right.encode_batch(&["a"], options, 1).unwrap().ids, [2, 0]);
-    }
-
-    #[test]
-    fn special_text_is_text_token_or_error_by_policy_and_is_counted() {
-        assert_eq!(encode(SpecialTokensInText::Text, "a x</s>y").unwrap(), (vec![0, 1], 1));
-        assert_eq!(encode(SpecialTokensInText::Encode, "a x</s>y").unwrap(), (vec![0, 1, 2, 1], 1));
-        let error = encode(SpecialTokensInText::Error, "a x</s>y").unwrap_err().to_string();
-        assert!(error.contains("\"</s>\" at byte 3"), "{error}");
-    }
-
-    #[test]
-    fn eod_follows_the_rule_explicit_then_declared_then_known_name() {
-        let known = Tokenizer::from_tokenizer_json(WORDS.as_bytes()).unwrap();
-        assert_eq!(known.eod(None).unwrap(), Some(("</s>".to_owned(), 2)));
-        assert_eq!(known.eod(Some("a")).unwrap(), Some(("a".to_owned(), 0)));
-        assert!(known.eod(Some("zebra")).unwrap_err().to_string().contains("no token \"zebra\""));
-        let declared = Tokenizer::with_declared_eod(WORDS.as_bytes(), Some("a".to_owned())).unwrap();
-        assert_eq!(declared.eod(None).unwrap(), Some(("a".to_owned(), 0)));
-    }
-
-    #[test]
-    fn ids_far_above_the_number_of_tokens_take_no_memory() {
-        let letters = (0..=255u8).map(|byte| crate::bpe::token_of(&[byte]));
-        let mut vocab: HashMap<String, u32> = letters.zip(0..).collect();
-        let (mut ids, end) = (Vec::new(), "<|endoftext|>");
-        for far in ["\u{65E5}", "ab"] {
-            vocab.insert(far.to_owned(), u32::MAX);
-            let vocab = serde_json::to_vec(&vocab).unwrap();
-            let tokenizer = Tokenizer::from_vocab_and_merges(&vocab, "").unwrap();
-            assert_eq!((tokenizer.engine_kind(), tokenizer.vocab_size()), (EngineKind::HuggingFace, 1 << 32));
-            ids.clear();
-            tokenizer.encoder(EncodeOptions::default()).unwrap().encode("a b", &mut ids).unwrap();
-            assert_eq!(ids, [97, 32, 98]);
-        }
-        let ranks: Ranks = (0..=255u8).map(|byte| (vec![byte], u32::from(byte))).collect();
-        let pat_str = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s".to_owned();
-        let config = TiktokenConfig { pat_str, special_tokens: HashMap::from([(end.to_owned(), u32::MAX)]) };
-        let error = Tokenizer::from_ranks(&ranks, &config).err().unwrap().to_string();
-        assert!(error.contains("ids reach 4294967295, at most 2097152"), "{error}");
-    }
-
-    #[test]
-    fn ids_outside_the_vocabulary_are_not_decoded() {
-        let tokenizer = Tokenizer::from_tokenizer_json(WORDS.as_bytes()).unwrap();
-        assert!(tokenizer.decode(&[3]).unwrap_err().to_string().contains("id 3 is outside"));
-    }
-}
+#[path = "tokenizer_tests.rs"]
+mod tests;

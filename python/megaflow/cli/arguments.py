@@ -118,6 +118,14 @@ def _add_documents(parser: Parser, megatron_defaults: bool) -> None:
         default=not megatron_defaults,
         help="append the end-of-document token to each document",
     )
+    group.add_argument(
+        "--add-bos", action="store_true", help="put the tokenizer's BOS before each document (default: no BOS)"
+    )
+    group.add_argument(
+        "--add-eos",
+        action="store_true",
+        help="put the tokenizer's EOS behind each document, before the end-of-document token (default: no EOS)",
+    )
     group.add_argument("--eod-token", metavar="TOKEN", help="the end-of-document token (default: the tokenizer's)")
     group.add_argument(
         "--empty-documents",
@@ -239,6 +247,8 @@ def options_of(arguments: argparse.Namespace) -> tuple[list[str], PreprocessOpti
         restart=arguments.restart,
         journal_every_s=arguments.journal_every,
         append_eod=arguments.append_eod,
+        add_bos=arguments.add_bos,
+        add_eos=arguments.add_eos,
         eod_token=arguments.eod_token,
         empty_documents=arguments.empty_documents,
         split_sentences=arguments.split_sentences,

@@ -158,7 +158,9 @@ def _tokenizer_words(content: dict[str, Any]) -> str:
     eod = "no end of document"
     if record["eod_id"] is not None:
         eod = f"end of document {record['eod_id']} {'appended' if record['append_eod'] else 'not appended'}"
-    return f"{record['type']}, {record['vocab_size']:,} ids, {eod}, fingerprint {record['fingerprint'][:16]}"
+    added = [f"{end.upper()} {record[f'{end}_id']} added, " for end in ("bos", "eos") if record.get(f"add_{end}")]
+    kind = f"{record['type']}, {record['vocab_size']:,} ids"
+    return f"{kind}, {''.join(added)}{eod}, fingerprint {record['fingerprint'][:16]}"
 
 
 def _source_words(sources: list[dict[str, Any]]) -> list[str]:

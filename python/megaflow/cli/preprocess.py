@@ -39,7 +39,7 @@ def main(
             report = run(parsed, inputs, options, tokenizer, progress)
         for warning in report.warnings:
             print(f"{prog}: warning: {warning}", file=sys.stderr)
-        print(summary(report, tokenizer, append_eod=options.append_eod, policy=options.special_tokens_in_text))
+        print(summary(report, tokenizer, options))
 
     def on_stop(is_data_at_fault: bool) -> str:
         kept = next((folder for folder in staging if (folder / "journal.json").exists()), None)
@@ -120,9 +120,11 @@ def choose_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
     return tokenizer
 
 
-def summary(report: PreprocessReport, tokenizer: Tokenizer, *, append_eod: bool, policy: str) -> str:
+def summary(report: PreprocessReport, tokenizer: Tokenizer, options: PreprocessOptions) -> str:
     """What a job did, for people."""
-    end = "end of document appended" if append_eod else "end of document not appended"
+    end = "end of document appended" if options.append_eod else "end of document not appended"
+    added = [name for name, is_added in (("BOS", options.add_bos), ("EOS", options.add_eos)) if is_added]
+    end = f"{' and '.join(added)} added, {end}" if added else end
     lines = []
     for pair in report.pairs:
         size = sum(Path(f"{pair.prefix}{suffix}").stat().st_size for suffix in (".bin", ".idx"))
@@ -142,6 +144,7 @@ def summary(report: PreprocessReport, tokenizer: Tokenizer, *, append_eod: bool,
     if report.resumed_documents:
         lines.append(f"resumed      {report.resumed_documents:,} documents were done before")
     if report.special_hits:
+        policy = options.special_tokens_in_text
         became = {"text": "kept as text", "encode": "encoded as the token"}.get(policy, policy)
         lines.append(f"special      {report.special_hits:,} places spell a special token, {became}")
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(report.rejected.items()))

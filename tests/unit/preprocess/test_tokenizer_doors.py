@@ -12,7 +12,7 @@ import pytest
 
 from megaflow import StreamingDataset, Tokenizer, preprocess
 from megaflow.cli import preprocess as command
-from megaflow.errors import MegaflowError, TokenizerError
+from megaflow.errors import TokenizerError
 from megaflow.preprocessing import PreprocessOptions
 
 NOTHING = r"asked to add special tokens .* but this tokenizer has no rule that adds any; leave add_special_tokens off"
@@ -70,10 +70,9 @@ def test_preprocessing_refuses_before_it_writes_anything(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
 
 
-def test_a_stream_refuses_when_it_is_opened(tmp_path: Path) -> None:
-    stream = StreamingDataset(str(write_corpus(tmp_path)), seq_len=4, add_special_tokens=True)
-    with pytest.raises(MegaflowError, match=NOTHING):
-        stream.open_at()
+def test_a_stream_refuses_when_it_is_made(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=NOTHING):
+        StreamingDataset(str(write_corpus(tmp_path)), seq_len=4, add_special_tokens=True)
 
 
 def test_a_rule_that_adds_an_id_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:

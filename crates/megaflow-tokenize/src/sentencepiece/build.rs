@@ -13,6 +13,7 @@ use super::stepwise::Stepwise;
 use super::unigram::Unigram;
 use crate::added::AddedTokens;
 use crate::bpe::{Lengths, MAX_TOKENS, Merge, Tables, Unknown, VocabSource};
+use crate::ends::Declaration;
 use crate::normalize::Normalizer;
 use crate::post::Surround;
 use crate::spec::{ModelSpec, VocabSpec};
@@ -64,8 +65,8 @@ impl SentencePiece {
         })))
     }
 
-    /// An engine and a description for a `.model`.
-    pub(crate) fn from_model(bytes: &[u8]) -> Result<(TokenizerSpec, Self), TokenizeError> {
+    /// A description of a `.model`, an engine for it, and the BOS and EOS that it declares.
+    pub(crate) fn from_model(bytes: &[u8]) -> Result<(TokenizerSpec, Self, [Declaration; 2]), TokenizeError> {
         let model = Model::read(bytes)?;
         let spec = model_spec(&model);
         let unknown_id = (0..).zip(&model.pieces).find(|(_, piece)| piece.kind == PieceKind::Unknown).map(|(id, _)| id);
@@ -117,7 +118,7 @@ impl SentencePiece {
             text_of: TextOf::Pieces { texts: decoded(&model, &texts), drop_first_blank: model.add_dummy_prefix },
             max_id: model.pieces.len() as u32 - 1,
         };
-        Ok((spec, Self::new(shared)))
+        Ok((spec, Self::new(shared), model.ends()))
     }
 }
 

@@ -3,6 +3,7 @@
 //! Field numbers: `sentencepiece_model.proto` of google/sentencepiece.
 
 use crate::TokenizeError;
+use crate::ends::Declaration;
 
 /// Kind of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,6 +44,8 @@ pub(crate) struct Model {
     pub(crate) add_dummy_prefix: bool,
     pub(crate) remove_extra_whitespaces: bool,
     pub(crate) escape_whitespaces: bool,
+    /// Names under which the BOS and the EOS stand among the pieces.
+    pub(crate) end_names: [String; 2],
 }
 
 /// A value of the wire format.
@@ -121,6 +124,7 @@ impl Model {
             add_dummy_prefix: true,
             remove_extra_whitespaces: true,
             escape_whitespaces: true,
+            end_names: ["<s>".to_owned(), "</s>".to_owned()],
         };
         for (field, value) in fields(bytes)? {
             match (field, value) {
@@ -150,10 +154,24 @@ impl Model {
                 }
                 (24, Value::Number(value)) => self.space_is_suffix = value != 0,
                 (35, Value::Number(value)) => self.byte_fallback = value != 0,
+                (46 | 47, Value::Bytes(name)) if !name.is_empty() => {
+                    self.end_names[usize::from(field == 47)] = String::from_utf8_lossy(name).into_owned();
+                }
                 _ => {}
             }
         }
         Ok(())
+    }
+
+    /// The BOS and the EOS, as SentencePiece finds them: control pieces of these names.
+    pub(crate) fn ends(&self) -> [Declaration; 2] {
+        let is_control = |name: &str| {
+            let mut pieces = self.pieces.iter();
+            pieces.any(|piece| piece.kind == PieceKind::Control && piece.text == name)
+        };
+        self.end_names
+            .each_ref()
+            .map(|name| if is_control(name) { Declaration::Token(name.clone()) } else { Declaration::Absent })
     }
 
     fn read_normalizer(&mut self, bytes: &[u8]) -> Result<(), TokenizeError> {

@@ -232,6 +232,7 @@ mod tests {
             add_dummy_prefix: true,
             remove_extra_whitespaces: true,
             escape_whitespaces: true,
+            end_names: ["<s>".to_owned(), "</s>".to_owned()],
         };
         Stepwise::new(&model, 0).unwrap()
     }
