@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from megaflow.cli.inspect import main as inspect_command
 from megaflow.errors import CheckpointError, MegaflowError, TokenizerError
 from megaflow.exporting import export
 from megaflow.origin import open_dataset
+from megaflow.ray_executor import preprocess_on_ray
 
 LLAMA3 = "bbpe-100k-llama3split/tokenizer.json"
 SENTENCEPIECE = "spm-bpe-16k-bytefallback/spm.model"
@@ -151,6 +154,15 @@ def test_each_door_refuses_an_end_that_a_tokenizer_lacks(
         with pytest.raises(TokenizerError, match=error):
             StreamingDataset(source, seq_len=4, tokenizer=tokenizer, append_eod=False, **asked)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"], "nothing was begun"
+
+
+def test_no_cluster_is_joined_for_an_end_that_a_tokenizer_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # has nothing that could be called
+    options = PreprocessOptions(output_prefix=str(tmp_path / "out"), add_bos=True)
+    with pytest.raises(TokenizerError, match=NO_BOS.format(r"vocab\.json")):
+        preprocess_on_ray(corpus(tmp_path, ["hello"]), options, tokenizer=Tokenizer.gpt2())
 
 
 DOCUMENTS: list[Any] = ["a b", "", ["", "b", "", "a a"], "a", [], ["", ""]]
