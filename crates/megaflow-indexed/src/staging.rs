@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use megaflow_core::TokenDtype;
@@ -106,24 +107,24 @@ impl StagingFolder {
             fs::create_dir_all(parent).map_err(io_error(parent, "make the folder of the output"))?;
         }
         let lock_path = path.join("lock");
-        match fs::create_dir(&path) {
-            Ok(()) => {}
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                let is_empty = fs::read_dir(&path).is_ok_and(|mut entries| entries.next().is_none());
-                if !lock_path.is_file() && !is_empty {
-                    return Err(WriteError::NotOurs { path });
+        let lock = loop {
+            make_folder(&path, &lock_path)?;
+            let lock = match File::create(&lock_path) {
+                Ok(lock) => lock,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue, // a job that ends has just removed the folder
+                Err(source) => return Err(io_error(&lock_path, "make the lock")(source)),
+            };
+            rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive).map_err(|error| {
+                if error == rustix::io::Errno::WOULDBLOCK {
+                    WriteError::Busy { path: path.clone() }
+                } else {
+                    io_error(&lock_path, "lock")(error.into())
                 }
+            })?;
+            if is_still_named(&lock, &lock_path) {
+                break lock;
             }
-            Err(source) => return Err(io_error(&path, "write the output's folder")(source)),
-        }
-        let lock = File::create(&lock_path).map_err(io_error(&lock_path, "make the lock"))?;
-        rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive).map_err(|error| {
-            if error == rustix::io::Errno::WOULDBLOCK {
-                WriteError::Busy { path: path.clone() }
-            } else {
-                io_error(&lock_path, "lock")(error.into())
-            }
-        })?;
+        };
         Ok(Self { path, lock_path, keep: false, _lock: lock })
     }
 
@@ -154,11 +155,30 @@ impl StagingFolder {
 
 impl Drop for StagingFolder {
     fn drop(&mut self) {
-        if !self.keep {
-            // What cannot be removed is emptied by the next job with this output.
-            let _ = fs::remove_dir_all(&self.path);
+        // The lock goes last: a folder with files and without it is taken for somebody else's. What cannot be removed, or is
+        // left by a kill in between, is emptied by the next job with this output.
+        if !self.keep && self.clear().is_ok() && fs::remove_file(&self.lock_path).is_ok() {
+            let _ = fs::remove_dir(&self.path);
         }
     }
+}
+
+/// Makes the folder, or finds one that a job has made.
+fn make_folder(path: &Path, lock_path: &Path) -> Result<(), WriteError> {
+    match fs::create_dir(path) {
+        Ok(()) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            let is_empty = fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none());
+            if lock_path.is_file() || is_empty { Ok(()) } else { Err(WriteError::NotOurs { path: path.to_owned() }) }
+        }
+        Err(source) => Err(io_error(path, "write the output's folder")(source)),
+    }
+}
+
+/// Whether a locked file is the one under its name, and not one that a job has removed when it ended.
+fn is_still_named(lock: &File, lock_path: &Path) -> bool {
+    let (Ok(held), Ok(named)) = (lock.metadata(), fs::metadata(lock_path)) else { return false };
+    (held.dev(), held.ino()) == (named.dev(), named.ino())
 }
 
 /// Renames a durable file, then makes the new name durable.
@@ -198,5 +218,33 @@ mod tests {
         assert_eq!(fs::read_dir(staging.path()).unwrap().count(), 1);
         drop(staging);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn the_lock_is_what_is_removed_last() {
+        let folder = tempfile::tempdir().unwrap();
+        let prefix = folder.path().join("set");
+        let staging = StagingFolder::create(&prefix).unwrap();
+        let path = staging.path().to_owned();
+        fs::write(path.join("out.bin"), b"x").unwrap();
+        fs::create_dir(path.join("stays")).unwrap(); // as if the job were killed before it could remove this
+        drop(staging);
+        assert!(path.join("lock").exists());
+        fs::remove_dir(path.join("stays")).unwrap();
+        drop(StagingFolder::create(&prefix).unwrap());
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_lock_that_lost_its_name_is_not_held() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        let lock = File::create(&path).unwrap();
+        assert!(is_still_named(&lock, &path));
+        fs::remove_file(&path).unwrap();
+        assert!(!is_still_named(&lock, &path));
+        let other = File::create(&path).unwrap();
+        assert!(!is_still_named(&lock, &path));
+        assert!(is_still_named(&other, &path));
     }
 }
