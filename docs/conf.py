@@ -27,15 +27,8 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 nitpicky = False
 
-SECTIONS = {
-    "Start": ("five-minutes", "install", "training", "planning", "gpus", "troubleshooting", "coming-from", "flags"),
-    "Data": (
-        *("data-guide", "preprocess", "tokenizers", "inspect-and-merge", "data-order", "loader", "loops"),
-        *("plain-pytorch-loop", "streaming", "ten-terabytes", "formats"),
-    ),
-    "Training": ("model-and-memory", "layouts", "moe", "metrics", "report", "recovery", "performance", "errors"),
-    "Inside": ("architecture", "tour", "api", "decisions/*", "notes/*"),
-}
+MADE = {"Training": ["errors"], "Inside": ["decisions/*", "notes/*"]}
+"""Pages of a section that its table in index.md does not link one by one."""
 API = {
     "megaflow": (
         *("preprocess", "PreprocessOptions", "PreprocessReport", "Tokenizer", "IndexedDataset", "resolve_prefix"),
@@ -55,15 +48,24 @@ def change_page(app: Any, name: str, content: list[str]) -> None:
     """Links out of docs/ become text; the index gets the table of contents, the API page its docstrings."""
     content[0] = _OUTSIDE.sub(r"\1", content[0])
     if name == "index":
-        content[0] += "".join(make_contents(title, pages) for title, pages in SECTIONS.items())
+        content[0] += "".join(make_contents(title, pages) for title, pages in read_sections().items())
     if name == "api":
         content[0] += "\n```{eval-rst}\n" + "\n".join(list_api()) + "\n```\n"
 
 
-def make_contents(title: str, pages: tuple[str, ...]) -> str:
+def read_sections() -> dict[str, list[str]]:
+    """Pages of each section, as the tables of index.md list them."""
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    sections = {}
+    for title, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE):
+        if pages := re.findall(r"^\| \[[^\]]*\]\(([\w-]+)\.md\)", body, re.MULTILINE):
+            sections[title] = pages + MADE.get(title, [])
+    return sections
+
+
+def make_contents(title: str, pages: list[str]) -> str:
     """A hidden table of contents, for the sidebar."""
-    there = [page for page in pages if "*" in page or page == "errors" or (ROOT / "docs" / f"{page}.md").is_file()]
-    return "\n".join(["", "```{toctree}", ":hidden:", ":glob:", f":caption: {title}", "", *there, "```", ""])
+    return "\n".join(["", "```{toctree}", ":hidden:", ":glob:", f":caption: {title}", "", *pages, "```", ""])
 
 
 def list_api() -> list[str]:

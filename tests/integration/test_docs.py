@@ -59,6 +59,14 @@ def test_the_list_of_messages_holds_those_of_all_parts() -> None:
         assert part in text
 
 
+def test_every_page_is_in_a_table_of_the_index() -> None:
+    """The site takes its contents from there."""
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \[[^\]]*\]\(([\w-]+\.md)\)", index, re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md", "errors.md"}
+    assert sorted(listed) == sorted(pages)
+
+
 @pytest.mark.slow
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     python = os.environ.get("MEGAFLOW_DOCS_VENV", str(ROOT / ".venv-docs")) + "/bin/python"
