@@ -16,6 +16,7 @@ try:
     from megaflow import __version__
     from megaflow.errors import ConfigError, MegaflowError
     from megaflow_trainer.config import format_help, read_command
+    from megaflow_trainer.training.last_word import leave_last_word
     from megaflow_trainer.training.orphan import end_with_launcher
 except ModuleNotFoundError as missing:
     sys.exit(
@@ -92,6 +93,7 @@ def say_early(message: str, *, rank: int) -> None:
     """
     if rank == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
+        leave_last_word(os.environ, message)
     else:
         time.sleep(PATIENCE_S)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megaflow_trainer.training.faults import FaultBoard
+from megaflow_trainer.training.last_word import VARIABLE
 
 
 def make_boards(patience_s: float) -> list[FaultBoard]:
@@ -55,3 +58,26 @@ def test_a_store_that_left_with_its_keeper_tells_nothing() -> None:
     assert board.is_gone()
     assert not board.has_any()
     assert not FaultBoard(0, None).is_gone()
+
+
+def test_torchrun_reads_the_sentence_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "error.json"))
+    FaultBoard(0, None).report("corpsu: no dataset")
+    assert "traceback : error: corpsu: no dataset\n" in show_as_torchrun(tmp_path)
+    FaultBoard(2, dist.HashStore(), patience_s=0.05).report("disk full")
+    assert "traceback : error: disk full\n" in show_as_torchrun(tmp_path)
+
+
+def test_a_sentence_that_nobody_waits_for_is_only_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for place in ("", str(tmp_path / "gone" / "error.json")):
+        monkeypatch.setenv(VARIABLE, place)
+        FaultBoard(0, None).report("no data")
+        assert capsys.readouterr().err == "error: no data\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def show_as_torchrun(folder: Path) -> str:
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(folder / "error.json"))
+    return str(ChildFailedError("trainer/pretrain.py", {0: failure}))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from megaflow_trainer.training.last_word import leave_last_word
 
 
 class FaultBoard:
@@ -23,11 +26,13 @@ class FaultBoard:
         """Say a fault of this rank, unless the first rank has the same and says it."""
         if self.rank == 0:
             print(f"error: {message}", file=sys.stderr, flush=True)
+            leave_last_word(os.environ, message)
             self._leave(message)
         else:
             self._leave(message)
             if self._read_first() != message:
                 print(f"error on rank {self.rank}: {message}", file=sys.stderr, flush=True)
+                leave_last_word(os.environ, message)
 
     def mark(self) -> None:
         """Let the other ranks know that this one leaves with an error of its own, which it shows itself."""
