@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python"), str(ROOT / "tools")]
 
 from doors import ShowVersion, run_door  # noqa: E402
+from megaflow_trainer.training.lock_file import is_held  # noqa: E402
 from report import ReportError  # noqa: E402
 from symptoms import RULES, Finding, Record, read_record  # noqa: E402
 
@@ -47,8 +48,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def diagnose(record: Record) -> list[Finding]:
     """Everything that the rules find, the worst first."""
-    found = [finding for rule in RULES for finding in rule(record)]
+    found = [finding for rule in (find_killed, *RULES) for finding in rule(record)]
     return sorted(found, key=lambda finding: finding.rank)
+
+
+def find_killed(record: Record) -> Iterator[Finding]:
+    """A run that has written no end although its process is gone."""
+    if record.end or not record.start or is_held(record.folder) is not False:
+        return
+    yield Finding(
+        symptom="killed",
+        rank=0,
+        title="the run was killed without a word",
+        seen="no end is written, and no process holds the run folder's lock",
+        cause="the kernel, because the machine's memory ran out (torchrun: signal 9); a scheduler; a loss of power",
+        remedies=(
+            "dmesg, or the scheduler's log: does it say out of memory?",
+            "then --micro-batch-size, --recompute-granularity full; python tools/plan.py shows what fits",
+            "else the same command: with --save it goes on from the last checkpoint",
+        ),
+    )
 
 
 def format_findings(record: Record, findings: Sequence[Finding]) -> str:

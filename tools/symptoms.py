@@ -201,13 +201,15 @@ def find_overflow(record: Record) -> Iterator[Finding]:
     elif first == last or late == 0:
         cause = "gradients overflow although the scale is low: the run diverges, or activations overflow"
         remedies = _calm(record)
+    if not any("--bf16" in remedy for remedy in remedies):
+        remedies = [*remedies, "--bf16 instead of --fp16 where the device has it: no loss scale at all"]
     yield Finding(
         symptom="overflow",
         rank=1,
         title="overflow again and again",
         seen=f"{skipped} of {total} steps skipped; loss scale {first:.4g} at first, {last:.4g} at last",
         cause=cause,
-        remedies=(*remedies, "--bf16 instead of --fp16 where the device has it: no loss scale at all"),
+        remedies=tuple(remedies),
     )
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import diagnose
-from symptoms import Finding, read_record
+from symptoms import Finding, find_overflow, read_record
 
 RUNS = Path(__file__).parents[2] / "golden" / "runs"
 EXPECTED = {
@@ -96,3 +98,27 @@ def test_a_run_that_was_killed_in_the_middle_of_a_line_is_read(tmp_path: Path) -
 def test_a_folder_without_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert diagnose.main([str(tmp_path)]) == diagnose.UNREADABLE
     assert "not a run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("is_running", "symptoms"), [(False, ["killed"]), (True, [])])
+def test_a_run_without_an_end_was_killed_unless_its_folder_is_locked(
+    tmp_path: Path, is_running: bool, symptoms: list[str]
+) -> None:
+    shutil.copytree(RUNS / "healthy", tmp_path / "run")
+    manifest = json.loads((tmp_path / "run" / "run.json").read_text())
+    del manifest["starts"][0]["end"]
+    (tmp_path / "run" / "run.json").write_text(json.dumps(manifest))
+    with (tmp_path / "run" / "run.lock").open("w") as lock:
+        if is_running:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        found = diagnose.diagnose(read_record(tmp_path / "run"))
+    assert [finding.symptom for finding in found] == symptoms
+
+
+def test_a_remedy_is_named_once() -> None:
+    for name in EXPECTED:
+        flags = [remedy.split(":")[0].split(" instead")[0] for remedy in find(name)[0].remedies]
+        assert len(set(flags)) == len(flags), name
+    dropped = read_record(RUNS / "overflow")
+    (found,) = find_overflow(replace(dropped, steps=[row | {"loss_scale": 8.0} for row in dropped.steps]))
+    assert sum("--bf16" in remedy for remedy in found.remedies) == 1

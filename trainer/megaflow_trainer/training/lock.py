@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import socket
@@ -16,11 +15,10 @@ from megaflow.errors import FileAccessError
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.parallel.collectives import do_on_first
 from megaflow_trainer.parallel.mesh import Mesh
+from megaflow_trainer.training.lock_file import HELD, LOCK
 
-LOCK = "run.lock"
 PATIENCE_S = 3.0
 """How long a run waits for one that is just ending: the system needs a moment to clear a killed process away."""
-_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 @contextmanager
@@ -75,7 +73,7 @@ def take_lock(folder: Path, flag: str, *, patience_s: float = PATIENCE_S) -> Tex
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError as error:
-            if error.errno not in _HELD:
+            if error.errno not in HELD:
                 file.close()
                 return None
             if time.monotonic() >= deadline:
