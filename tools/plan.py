@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python"), str(ROOT / "tools")]
 
 from doors import ShowVersion, run_door  # noqa: E402
-from megaflow.errors import MegaflowError  # noqa: E402
+from megaflow.errors import ConfigError, MegaflowError  # noqa: E402
 from megaflow_trainer.config.arithmetic import count_parameters  # noqa: E402
 from megaflow_trainer.config.command import read_command  # noqa: E402
 from megaflow_trainer.config.hardware import GPUS, find_gpu  # noqa: E402
@@ -113,7 +113,14 @@ def fill_in(flags: Sequence[str]) -> list[str]:
 
 
 def show_plan(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """The ranked layouts of one model."""
+    """The ranked layouts of one model.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    for name in ("gpus", "gpus_per_node", "top"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(options, name)}")
     gpu = find_gpu(options.gpu)
     cluster = Cluster(
         gpu=gpu,

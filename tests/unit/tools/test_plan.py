@@ -150,3 +150,6 @@ def test_faults_of_the_flags_are_the_trainers_words(capsys: pytest.CaptureFixtur
     assert "the nearest known one is --num-attention-heads" in capsys.readouterr().err
     assert plan.main(["--gpu", "H1000"]) == 2
     assert "the nearest is H100" in capsys.readouterr().err
+    for flag in ("--gpus", "--gpus-per-node", "--top"):
+        assert plan.main([flag, "0"]) == 2
+        assert capsys.readouterr().err == f"error: {flag} must be >= 1, got 0\n"

@@ -170,6 +170,9 @@ PLAIN = dataclasses.replace(MODEL, attention_dropout=0.0)
 
 
 FAULTS = {
+    "1 rank cannot be divided into replicas of tp x cp x pp = 2 x 1 x 1 = 2 ranks; start 2": lambda: check_ranks(
+        ParallelConfig(tp=2), world_size=1
+    ),
     "8 ranks cannot be divided into replicas of tp x cp x pp = 2 x 1 x 3 = 6 ranks; start 6 or 12": lambda: check_ranks(
         ParallelConfig(tp=2, pp=3), world_size=8
     ),

@@ -118,7 +118,8 @@ def check_ranks(parallel: ParallelConfig, *, world_size: int) -> list[str]:
     if world_size % ranks:
         below = world_size // ranks * ranks
         nearest = f"{below} or {below + ranks}" if below else f"{ranks}"
-        return [f"{world_size} ranks cannot be divided into replicas of {product} ranks; start {nearest}"]
+        number = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        return [f"{number} cannot be divided into replicas of {product} ranks; start {nearest}"]
     dp, faults = world_size // ranks, []
     if parallel.dp_replicate > 1 and parallel.zero == 0:
         faults.append(
