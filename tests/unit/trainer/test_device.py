@@ -14,7 +14,7 @@ from megaflow_trainer.config import read_command
 from megaflow_trainer.config.checks import Device, check_device
 from megaflow_trainer.training import build as build_module
 from megaflow_trainer.training import run as run_module
-from megaflow_trainer.training.preflight import refuse_device
+from megaflow_trainer.training.preflight import describe_shortage, find_capacity, refuse_device
 
 RUN = (*TINY, "--train-iters", "1", "--data-path", "x", "--bf16")
 NEEDS = "needs compute capability 8.9 or newer (Ada, Hopper, Blackwell), and"
@@ -63,3 +63,11 @@ def test_the_capability_is_that_of_the_ranks_own_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     with pytest.raises(ConfigError, match=r"and GPU 1 has 8\.0"):
         refuse_device(config, torch.device("cuda", 1))
+
+
+def test_more_memory_than_the_device_has_is_told_before_the_run() -> None:
+    assert describe_shortage(5 * 2**20, 5 * 2**20) is None
+    said = describe_shortage(5 * 2**20 + 1, 5 * 2**20)
+    assert said is not None
+    assert said.startswith("note: that is more than the 5 MiB of the device")
+    assert find_capacity(torch.device("cpu")) > 2**28

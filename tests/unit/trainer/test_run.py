@@ -25,6 +25,7 @@ from megaflow.errors import (
 from megaflow_trainer.training import build as build_module
 from megaflow_trainer.training import run as run_module
 from megaflow_trainer.training.clock import PHASES
+from megaflow_trainer.training.manifest import Ending, note_end, read_starts
 
 STEPS = 6
 PAUSE_S = 0.5
@@ -81,8 +82,28 @@ def test_a_finished_run_started_again_does_nothing(
     run_tiny(prefix, flags)
     before = read_curve(tmp_path)
     assert run_tiny(prefix, flags) == 0
-    assert "nothing to do: iteration 6 is already complete" in capsys.readouterr().out
+    said = capsys.readouterr().out.split("resumed from")[1]
+    assert "nothing to do: iteration 6 is already complete; a larger --train-iters goes on" in said
+    assert "training on" not in said
     assert read_curve(tmp_path) == before
+
+
+def test_a_run_that_keeps_no_checkpoint_says_so(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = "note: no --save: this run leaves its log, and no checkpoint"
+    assert run_tiny(prefix, [*LENGTH, "--run-dir", str(tmp_path / "a")]) == 0
+    assert note in capsys.readouterr().out
+    assert run_tiny(prefix, [*LENGTH, "--save", str(tmp_path / "b")]) == 0
+    assert note not in capsys.readouterr().out
+
+
+def test_a_run_folder_that_is_a_file_or_below_one_has_no_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/below", "nowhere"):
+        assert read_starts(tmp_path / place) == []
+        note_end(tmp_path / place, Ending())
+    assert (tmp_path / "file").read_text() == ""
 
 
 def test_save_and_load_of_one_empty_folder_is_a_fresh_start(prefix: str, tmp_path: Path) -> None:

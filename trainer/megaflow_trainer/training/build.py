@@ -243,6 +243,13 @@ def introduce(run: Run, notes: Sequence[str]) -> None:
         say(mesh, f" {run.state.model.fp8.describe()}")
     if config.parallel.pp > 1:
         say(mesh, f" layers on pipeline ranks: {describe_stages(config.model, config.parallel)}")
+    if start.step >= config.last_step:
+        say(
+            mesh,
+            f" nothing to do: iteration {start.step} is already complete; a larger --train-iters goes on, with "
+            "--override-opt_param-scheduler where the length of the run decides the rate",
+        )
+        return
     step = config.step
     say(
         mesh,
@@ -250,5 +257,5 @@ def introduce(run: Run, notes: Sequence[str]) -> None:
         f"global batch {step.global_batch_size} = {step.micro_batch_size} x {mesh.dp_size} x {step.num_micro_batches}, "
         f"iterations {start.step + 1} to {config.num_steps}, run folder {run.folder}",
     )
-    if start.step >= config.last_step:
-        say(mesh, f" nothing to do: iteration {start.step} is already complete; raise --train-iters to go on")
+    if config.checkpoint.save is None:
+        say(mesh, " note: no --save: this run leaves its log, and no checkpoint")

@@ -188,7 +188,7 @@ def read_starts(folder: Path) -> list[Any]:
     """The starts of a run, the first one first; none if there is no manifest."""
     try:
         return list(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["starts"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return []
 
 

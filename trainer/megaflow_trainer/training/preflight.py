@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from megaflow.errors import ConfigError
@@ -9,7 +11,7 @@ from megaflow_trainer.config.activations import CPU, GPU
 from megaflow_trainer.config.checks import Device, check_device
 from megaflow_trainer.config.cost_table import describe_plan
 from megaflow_trainer.config.flags import find_spelling
-from megaflow_trainer.config.memory import describe_memory
+from megaflow_trainer.config.memory import describe_memory, estimate_memory
 from megaflow_trainer.config.sections import KernelConfig, TrainConfig
 from megaflow_trainer.ops.layer_packages import PARTS
 from megaflow_trainer.parallel.kernels import list_parts
@@ -31,8 +33,29 @@ def refuse_device(config: TrainConfig, device: torch.device) -> None:
 
 def describe_needs(config: TrainConfig, device: torch.device) -> list[str]:
     """Lines about memory: the estimate, and the parts that a budget of recompute has chosen."""
-    lines = [describe_memory(config, GPU if device.type == "cuda" else CPU)]
+    kernels = GPU if device.type == "cuda" else CPU
+    lines = [describe_memory(config, kernels)]
+    shortage = describe_shortage(sum(estimate_memory(config, kernels)[0].values()), find_capacity(device))
+    if shortage is not None:
+        lines.append(shortage)
     return lines + ([describe_plan(config)] if config.recompute.budget is not None else [])
+
+
+def find_capacity(device: torch.device) -> int:
+    """Bytes of memory that a device has; the CPU's is shared by all ranks of a machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def describe_shortage(needed_bytes: float, capacity_bytes: int) -> str | None:
+    """A warning before a run that the system may kill without a word; None if the estimate fits."""
+    if needed_bytes <= capacity_bytes:
+        return None
+    return (
+        f"note: that is more than the {capacity_bytes / 2**20:.0f} MiB of the device: expect to run out of memory; a "
+        "smaller --micro-batch-size or --recompute-granularity full takes less, tools/plan.py shows what fits"
+    )
 
 
 def refuse_parts(config: KernelConfig, device: torch.device) -> None:
