@@ -45,12 +45,15 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
+KEPT = "What a stopped job has done stays in PREFIX.partial, and the same\ncommand goes on from there."
+
+
 def build_parser(prog: str, *, megatron_defaults: bool) -> Parser:
     """The parser of `megaflow-preprocess`, or of `tools/preprocess_data.py` with Megatron-LM's defaults."""
     parser = Parser(
         prog=prog,
         description="Turn text (JSON lines, Parquet, Arrow, plain text; compressed or not) into Megatron's .bin/.idx.",
-        epilog=exit_codes.TABLE,
+        epilog=f"{exit_codes.TABLE} {KEPT}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -24,8 +24,7 @@ TABLE = """exit codes:
   4  a record or a file does not hold what it should
   5  a file is missing, or cannot be read or written
   130, 143  stopped by Ctrl-C or SIGTERM
-Nothing incomplete ever has its final name. What a stopped job has done stays in PREFIX.partial, and the same command
-goes on from there."""
+Nothing incomplete ever has its final name."""
 
 
 def run(name: str, command: Callable[[], None], *, on_stop: Callable[[bool], str] | None = None) -> int:

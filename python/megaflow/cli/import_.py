@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow import
             help="writes PREFIX.bin, .idx and .json (default: FILE's name + _document)",
         )
         parser.add_argument("--eod-id", type=int, metavar="ID", help="id that separates documents; nanogpt needs it")
-        add_tokenizer(parser)
+        add_tokenizer(parser, default="none, and the sidecar names none")
         add_json(parser)
         parsed = parser.parse(arguments)
         tokenizer = named_tokenizer(parsed)

@@ -31,9 +31,9 @@ def add_json(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def add_tokenizer(parser: Parser) -> None:
-    """The tokenizer of the data, by megaflow's or Megatron's flags."""
-    group = parser.add_argument_group("tokenizer (default: the one that the sidecar names, if it is at hand)")
+def add_tokenizer(parser: Parser, default: str = "the one that the sidecar names, if it is at hand") -> None:
+    """The tokenizer of the data, by megaflow's or Megatron's flags; `default` says what is taken without them."""
+    group = parser.add_argument_group(f"tokenizer (default: {default})")
     group.add_argument("--tokenizer", metavar="PATH", help="a tokenizer.json, or a folder that holds a tokenizer")
     group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="JSON vocabulary; with --merge-file")
     group.add_argument("--merge-file", metavar="FILE", help="merges of the vocabulary")

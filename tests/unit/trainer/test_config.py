@@ -67,6 +67,7 @@ def test_no_flag_is_in_two_tables() -> None:
 
 def test_help_names_every_flag() -> None:
     text = format_help()
+    assert not [line for line in text.splitlines() if "  " in line[41:].strip()]
     assert all(flag.name in text for flag in FLAGS)
 
 

@@ -164,5 +164,5 @@ def read_help() -> dict[str, str]:
             for item, below in zip(body.body, body.body[1:], strict=False):
                 match item, below:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                        found[f"{section}.{name}".lstrip(".")] = text
+                        found[f"{section}.{name}".lstrip(".")] = " ".join(text.split())
     return found
