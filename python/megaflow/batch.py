@@ -60,6 +60,12 @@ class Batch:
         """Positions of the samples in the dataset, int64 `[b]`."""
         self._received = received
 
+    def __repr__(self) -> str:
+        masks_held = ("loss_mask", "position_ids", "cu_seqlens", "attention_mask")
+        more = [name for name in masks_held if getattr(self, name) is not None]
+        names = ", ".join(["tokens", "labels", "sample_ids", *more])
+        return f"Batch({names}; tokens: {self.tokens.dtype} {list(self.tokens.shape)})"
+
     @property
     def wait_s(self) -> float:
         """Seconds for which the caller was blocked for this batch."""

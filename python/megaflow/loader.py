@@ -324,6 +324,11 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        rank = f", rank {self._settings['dp_rank']} of {self._settings['dp_size']}"
+        size = self._settings["micro_batch_size"]
+        return f"Loader({self.dataset!r}, micro_batch_size {size}{rank}, {self.consumed_samples} samples consumed)"
+
     def __reduce__(self) -> tuple[Any, ...]:
         raise ConfigError(
             "a Loader has threads and cannot be pickled or copied; pass its dataset and state_dict() and make the "

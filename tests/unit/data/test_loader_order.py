@@ -184,3 +184,13 @@ def test_evaluation_is_the_same_every_time_and_leaves_training_alone(dataset: GP
     ranks = [EvalSets({"one": dataset}, 1, num_batches=3, dp_rank=rank, dp_size=2) for rank in range(2)]
     both = [[batch.tokens.tolist()[0] for batch in part.batches("one")] for part in ranks]
     assert [row for pair in zip(*both, strict=True) for row in pair] == [row for b in seen[0]["one"] for row in b]
+
+
+def test_a_loader_and_a_batch_say_what_they_are(dataset: GPTDataset) -> None:
+    loader = Loader(dataset, 3, dp_rank=1, dp_size=2)
+    batch = next(loader)
+    assert repr(batch) == f"Batch(tokens, labels, sample_ids; tokens: int64 [3, {SEQ_LEN}])"
+    said = f"Loader({dataset!r}, micro_batch_size 3, rank 1 of 2, 6 samples consumed)"
+    assert repr(loader) == said
+    loader.close()
+    assert repr(loader) == said
