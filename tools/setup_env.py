@@ -64,15 +64,34 @@ class Environment(NamedTuple):
         variables["PATH"] = f"{self.folder / 'bin'}{os.pathsep}{variables.get('PATH', '')}"
         return variables
 
-    def run(self, *command: str | Path) -> None:
+    def run(self, *command: str | Path, beat_s: float | None = None) -> None:
         """Runs a command of the environment in the checkout.
+
+        Args:
+            command: program and arguments.
+            beat_s: seconds after which a command that prints nothing is said to be at work still, again and again.
 
         Raises:
             SetupError: if it fails; its own output stands above.
         """
-        done = subprocess.run([str(part) for part in command], cwd=ROOT, env=self.variables(), check=False)
-        if done.returncode != 0:
-            raise SetupError(f"failed with exit code {done.returncode}: {' '.join(str(part) for part in command)}")
+        words, begin = [str(part) for part in command], time.monotonic()
+        with subprocess.Popen(words, cwd=ROOT, env=self.variables()) as process:
+            try:
+                while (code := wait_for(process, beat_s)) is None:
+                    say(f"still at it, {time.monotonic() - begin:.0f} s")
+            except BaseException:
+                process.kill()
+                raise
+        if code != 0:
+            raise SetupError(f"failed with exit code {code}: {' '.join(words)}")
+
+
+def wait_for(process: subprocess.Popen[bytes], timeout_s: float | None) -> int | None:
+    """The exit code of a process; None if it has not ended by then."""
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def say(text: str) -> None:
@@ -282,7 +301,7 @@ def install_packages(environment: Environment) -> None:
         say(f"torch {torch} is there and is used")
         # A vendor's build may call itself a pre-release, which pip would replace.
         requirements = [name for name in requirements if not re.match(r"torch\b", name)]
-    environment.run(*pip, *groups, *requirements)
+    environment.run(*pip, *groups, *requirements, beat_s=30)
     if not (environment.folder / "bin" / "torchrun").exists():
         bring_programs_home(environment, [*pip, "--ignore-installed", "--no-deps", *groups])
     write_stamp(environment, "packages", wanted)

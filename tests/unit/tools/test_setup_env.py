@@ -42,7 +42,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every command that would have run in the environment."""
     seen: list[str] = []
-    monkeypatch.setattr(Environment, "run", lambda _, *words: seen.append(" ".join(str(word) for word in words)))
+    monkeypatch.setattr(Environment, "run", lambda _, *words, **__: seen.append(" ".join(str(word) for word in words)))
     return seen
 
 
@@ -205,3 +205,21 @@ def test_requirements_come_from_pyproject(environment, checkout):
     (environment.folder / "bin").mkdir()
     environment.python.symlink_to(sys.executable)
     assert setup_env.read_requirements(environment) == ["a", "b"]
+
+
+def test_a_long_command_that_prints_nothing_is_said_to_be_at_work(
+    environment: Environment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wait_for_more = "import sys; sys.stdin.read()"
+    held = subprocess.Popen([sys.executable, "-c", wait_for_more], stdin=subprocess.PIPE)
+    assert setup_env.wait_for(held, 0.05) is None
+    held.communicate()
+    assert setup_env.wait_for(held, 0.05) == 0
+    environment.run(sys.executable, "-c", "import time; time.sleep(0.5)", beat_s=0.1)
+    said = capsys.readouterr().out.splitlines()
+    assert said
+    assert all(line.startswith("[setup] still at it, ") for line in said)
+    environment.run(sys.executable, "-c", "")
+    assert capsys.readouterr().out == ""
+    with pytest.raises(SetupError, match="failed with exit code 7: "):
+        environment.run(sys.executable, "-c", "raise SystemExit(7)", beat_s=0.1)
