@@ -187,7 +187,8 @@ class Tokenizer:
             add_eos: as for `encode`, behind each text.
             threads: by default (None or 0) one for each processor; the result does not depend on it.
             cache_bytes: most bytes that the word cache of one thread may take. Caches stay warm for the next call with
-                the same settings, so this tokenizer holds their memory, one for each processor at most.
+                the same settings, so this tokenizer holds their memory, one for each processor at most. What they leave
+                of it, the memory of `ids` that nobody reads any more may take, for the next call.
 
         Returns:
             ids: uint32 `[tokens]`, one text after the other.

@@ -2,13 +2,17 @@
 
 use std::path::PathBuf;
 
-use megaflow_tokenize::{DocumentEnd, EncodeOptions, SpecialTokensInText, TokenizeError, Tokenizer, TokenizerFiles};
+use megaflow_tokenize::{
+    DocumentEnd, EncodeOptions, SpecialTokensInText, TokenizeError, Tokenizer, TokenizerFiles, UsedIds,
+};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
+use pyo3::types::PyDict;
 
 use crate::errors::{IntoPyErr, error};
 use crate::gil::WithoutGil;
+use crate::views::array_interface;
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyTokenizer>()
@@ -16,6 +20,46 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Ids of several texts, and where each begins.
 type BatchArrays<'py> = (Bound<'py, PyArray1<u32>>, Bound<'py, PyArray1<i64>>);
+
+/// Ids that numpy shows without a copy, writable. Once the last array on them is gone, the tokenizer may write the next
+/// batch into their memory.
+#[pyclass(frozen, module = "megaflow._core")]
+struct IdRow {
+    ids: Vec<u32>,
+    address: usize,
+    used: UsedIds,
+}
+
+/// Fewer ids than these are left to numpy: their memory costs nothing.
+const FEW_IDS: usize = 1 << 14;
+
+impl IdRow {
+    /// An array of ids that came from `tokenizer`.
+    fn array<'py>(py: Python<'py>, mut ids: Vec<u32>, tokenizer: &Tokenizer) -> PyResult<Bound<'py, PyArray1<u32>>> {
+        if ids.len() < FEW_IDS {
+            return Ok(ids.into_pyarray(py));
+        }
+        let address = ids.as_mut_ptr().expose_provenance();
+        let row = Self { ids, address, used: tokenizer.used_ids() };
+        let array = py.import("numpy")?.call_method1("asarray", (row,))?;
+        Ok(array.cast_into()?)
+    }
+}
+
+impl Drop for IdRow {
+    fn drop(&mut self) {
+        self.used.give_back(std::mem::take(&mut self.ids));
+    }
+}
+
+#[pymethods]
+impl IdRow {
+    /// numpy's array interface, version 3.
+    #[getter]
+    fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        array_interface(py, "<u4", &[self.ids.len()], self.address, false)
+    }
+}
 
 /// Turns text into token ids.
 #[pyclass(name = "Tokenizer", module = "megaflow._core", frozen)]
@@ -91,7 +135,7 @@ impl PyTokenizer {
             let texts: Vec<&str> = texts.iter().map(|text| &**text).collect();
             self.tokenizer.encode_batch(&texts, options, threads)
         })?;
-        Ok((batch.ids.into_pyarray(py), batch.offsets.into_pyarray(py)))
+        Ok((IdRow::array(py, batch.ids, &self.tokenizer)?, batch.offsets.into_pyarray(py)))
     }
 
     fn decode(&self, py: Python<'_>, ids: Vec<u32>) -> PyResult<String> {

@@ -25,11 +25,16 @@ pub struct EncodedBatch {
 /// Bytes of text for which room for one id is made at first; it is given back where ids are fewer.
 const BYTES_AN_ID: usize = 4;
 
+/// Room that stays behind the ids: encoding makes room for some words at once, and a batch of the same size shall fit.
+const SPARE_IDS: usize = 1024;
+
 impl EncodedBatch {
-    /// An empty batch, with room for the ids of about `bytes` bytes of text.
-    fn with_room(bytes: usize) -> Self {
-        let mut batch = Self { offsets: vec![0], ..Self::default() };
-        simd::make_room(&mut batch.ids, bytes / BYTES_AN_ID);
+    /// An empty batch, in memory that may have been used before, with room for the ids of about `bytes` bytes of text.
+    fn with_room(ids: Vec<u32>, bytes: usize) -> Self {
+        let mut batch = Self { ids, offsets: vec![0], ..Self::default() };
+        if batch.ids.capacity() < bytes / BYTES_AN_ID / 2 {
+            simd::make_room(&mut batch.ids, bytes / BYTES_AN_ID);
+        }
         batch
     }
 }
@@ -118,12 +123,18 @@ impl Tokenizer {
     ) -> Result<EncodedBatch, TokenizeError> {
         let pieces = self.pieces(texts, options);
         let chunks = chunks_of(&pieces);
-        let batch = EncodedBatch::with_room(texts.iter().map(|text| text.len()).sum());
+        let bytes = texts.iter().map(|text| text.len()).sum();
+        let used = self.id_room().take(bytes);
+        let used_capacity = used.capacity();
+        let batch = EncodedBatch::with_room(used, bytes);
         let mut batch = match threads.min(chunks.len()) {
             0 | 1 => self.encode_alone(&pieces, options, batch)?,
             threads => self.encode_together(&chunks, options, threads, batch)?,
         };
-        batch.ids.shrink_to_fit();
+        // Memory that was used before is left as it is, unless half of it is empty.
+        if batch.ids.capacity() != used_capacity || batch.ids.len() < used_capacity / 2 {
+            batch.ids.shrink_to(batch.ids.len() + (batch.ids.len() / 16).min(SPARE_IDS));
+        }
         Ok(batch)
     }
 
@@ -142,6 +153,7 @@ impl Tokenizer {
             }
         }
         batch.special_hits = encoder.special_hits();
+        self.id_room().limit(encoder.free_bytes());
         self.put_back(encoder);
         Ok(batch)
     }
@@ -228,6 +240,7 @@ impl Tokenizer {
             }
         }
         if !has_failed {
+            self.id_room().limit(encoder.free_bytes());
             self.put_back(encoder);
         }
         Ok(())

@@ -23,6 +23,7 @@ mod idle;
 mod load;
 mod normalize;
 mod post;
+mod room;
 mod scan;
 mod sentencepiece;
 #[expect(unsafe_code, reason = "vector instructions")]
@@ -36,6 +37,7 @@ pub use batch::EncodedBatch;
 pub use ends::{DocumentEnd, Ends};
 pub use error::TokenizeError;
 pub use load::TokenizerFiles;
+pub use room::UsedIds;
 pub use spec::{AddedTokenSpec, ModelSpec, TokenizerSpec};
 pub use special::SpecialTokensInText;
 pub use tokenizer::{EncodeOptions, Encoder, Engine, EngineEncoder, EngineKind, Tokenizer};

@@ -7,6 +7,7 @@ use crate::bpe::{ByteLevel, Ranks, TiktokenConfig, read_ranks};
 use crate::ends::{Declaration, Declared, FoundEnds};
 use crate::fallback::Fallback;
 use crate::idle::IdleEncoders;
+use crate::room::{IdRoom, UsedIds};
 use crate::sentencepiece::SentencePiece;
 use crate::special::SpecialFinder;
 use crate::{DocumentEnd, Ends, SpecialTokensInText, TokenizeError, TokenizerSpec};
@@ -118,6 +119,11 @@ pub trait EngineEncoder: Send {
     /// # Errors
     /// As [`Self::encode`], and [`TokenizeError::Invalid`] if the vocabulary has ids that do not fit.
     fn encode_u16(&mut self, text: &str, out: &mut Vec<u16>) -> Result<(), TokenizeError>;
+
+    /// Bytes that its word caches hold.
+    fn held_bytes(&self) -> usize {
+        0
+    }
 }
 
 /// Fails if `max_id` does not fit into a `u16`.
@@ -142,6 +148,7 @@ struct Inner {
     declared: Declared,
     found_ends: FoundEnds,
     idle: IdleEncoders,
+    room: Arc<IdRoom>,
     /// What the post-processor adds to a text, once somebody asks.
     added: OnceLock<Vec<u32>>,
 }
@@ -240,7 +247,8 @@ impl Tokenizer {
         let specials = SpecialFinder::new(&spec.special_tokens())?;
         let (fingerprint, vocab_size) = (spec.fingerprint(), spec.vocab_size());
         let (idle, added, found_ends) = (IdleEncoders::default(), OnceLock::new(), FoundEnds::default());
-        let inner = Inner { spec, engine, specials, fingerprint, vocab_size, declared, found_ends, idle, added };
+        let room = Arc::default();
+        let inner = Inner { spec, engine, specials, fingerprint, vocab_size, declared, found_ends, idle, room, added };
         Ok(Self { inner: Arc::new(inner) })
     }
 
@@ -296,6 +304,15 @@ impl Tokenizer {
     /// tokenizer then holds its memory: at most one encoder for each processor. One that failed is better dropped.
     pub fn put_back(&self, encoder: Encoder) {
         self.inner.idle.put(encoder.options, encoder.engine);
+    }
+
+    /// Where ids of [`Self::encode_batch`] can be given back to once nobody reads them.
+    pub fn used_ids(&self) -> UsedIds {
+        UsedIds::of(&self.inner.room)
+    }
+
+    pub(crate) fn id_room(&self) -> &IdRoom {
+        &self.inner.room
     }
 
     /// The first place from `near` on where `text` may be cut: the ids of both parts, one after the other, are those of the
@@ -429,6 +446,11 @@ impl Encoder {
         self.engine.encode_u16(text, out)?;
         out.extend(eos);
         Ok(())
+    }
+
+    /// Bytes that its caches might still take, of those that it was allowed.
+    pub(crate) fn free_bytes(&self) -> usize {
+        self.options.cache_bytes.saturating_sub(self.engine.held_bytes())
     }
 
     /// The ids that go around each document.

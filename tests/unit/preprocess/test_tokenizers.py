@@ -69,6 +69,31 @@ def test_a_batch_of_long_documents_equals_its_parts() -> None:
     assert (ids.size, offsets.tolist()) == (0, [0])
 
 
+def test_ids_are_written_over_only_when_no_array_shows_them_any_more() -> None:
+    tokenizer = Tokenizer.gpt2()
+    texts = ["One word and 12 numbers. " * 20_000, "Other words, other ids? " * 20_000]
+    expected = [tokenizer.encode(text) for text in texts]
+    first, _ = tokenizer.encode_batch(texts[:1], threads=1)
+    second, _ = tokenizer.encode_batch(texts[1:], threads=1)
+    part = first[1000:2000]
+    address = first.__array_interface__["data"][0]
+    assert second.__array_interface__["data"][0] != address
+    del first
+    third, _ = tokenizer.encode_batch(texts[1:], threads=1)
+    assert np.array_equal(part, expected[0][1000:2000])
+    assert np.array_equal(second, expected[1])
+    assert np.array_equal(third, expected[1])
+    del part
+    third[:] = 0  # an array of its own, writable
+    again, _ = tokenizer.encode_batch(texts[:1], threads=1)
+    assert again.__array_interface__["data"][0] == address
+    assert np.array_equal(again, expected[0])
+    del again
+    none_kept, _ = tokenizer.encode_batch(texts[:1], threads=1, cache_bytes=0)
+    del none_kept
+    assert np.array_equal(tokenizer.encode_batch(texts[:1], threads=1)[0], expected[0])
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process.*fork:DeprecationWarning")
 def test_a_tokenizer_used_before_a_fork_works_in_the_child() -> None:

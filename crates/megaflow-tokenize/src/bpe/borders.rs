@@ -1,7 +1,6 @@
 //! Whether two tokens can stand side by side in an encoding.
 
 use super::pairs::{MAX_TOKENS, PairTable};
-use super::trie::NONE;
 use crate::simd::Fixed;
 
 /// Bits of the half of a token, the lower ones of an entry.
@@ -55,18 +54,16 @@ impl Borders {
         self.len += 1;
     }
 
-    /// The token that two others merge into, or [`NONE`].
+    /// The token that two others merge into, or [`super::trie::NONE`].
     #[inline]
     pub(crate) fn product(&self, left: u32, right: u32) -> u32 {
         self.pairs.get(left, right)
     }
 
-    /// As [`Self::product`], with a look at the classes first: most pairs have no product.
+    /// As [`Self::product`], for pairs most of which have none.
     #[inline]
-    pub(crate) fn likely_product(&self, left: u32, right: u32) -> u32 {
-        let merges =
-            self.as_left[left as usize] >> class_place(right) & self.as_right[right as usize] >> class_place(left);
-        if merges & 1 != 0 { self.pairs.get(left, right) } else { NONE }
+    pub(crate) fn rare_product(&self, left: u32, right: u32) -> u32 {
+        self.pairs.get_rare(left, right)
     }
 
     /// Whether the encoding of the two tokens' texts together is these two tokens.

@@ -8,6 +8,8 @@ use crate::simd;
 
 /// Ids that fit beside a key.
 pub(crate) const INLINE: usize = 4;
+/// Rows of more ids are read in steps of so many: behind the last row there is room for one.
+pub(crate) const STEP: usize = 8;
 /// Longest word with an inline key.
 pub(crate) const SHORT: usize = 15;
 
@@ -19,6 +21,8 @@ const SPILLED: u32 = 7;
 /// Words of 8 bytes of a line: two entries of two words of key and two of ids.
 const LINE: usize = 8;
 const FIRST_LINES: usize = 1 << 13;
+/// Lines that the second-level cache holds. A larger table is slower, and clearing it takes time.
+const NEAR_LINES: usize = 1 << 14;
 
 /// Key of a word of 1 to 15 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,8 +63,8 @@ impl Key {
 pub(crate) enum Found<'a> {
     /// Up to four ids, and how many.
     Inline([u32; INLINE], usize),
-    /// More ids.
-    Spilled(&'a [u32]),
+    /// More ids, and how many; a multiple of [`STEP`] may be read.
+    Spilled(&'a [u32], usize),
     /// Nothing.
     Missing,
 }
@@ -85,6 +89,7 @@ pub(crate) struct WordCache {
     seen: usize,
     added: usize,
     max_lines: usize,
+    /// Rows of ids, and [`STEP`] more behind the last.
     spill: Vec<u32>,
     max_spill: usize,
 }
@@ -160,6 +165,22 @@ impl WordCache {
         (count != SPILLED).then_some((ids, count as usize))
     }
 
+    /// More than four ids of a word, if it is in its first line, and how many; a multiple of [`STEP`] may be read.
+    #[inline]
+    pub(crate) fn get_spilled(&self, key: Key, place: usize) -> Option<(&[u32], usize)> {
+        let line = self.line(place);
+        let entry = usize::from(line[4] == key.low && line[5] == key.high) * 4;
+        let is_it = line[entry] == key.low && line[entry + 1] == key.high && is_spilled(line[entry + 2]);
+        is_it.then(|| self.row(line[entry + 2], line[entry + 3]))
+    }
+
+    /// A row of the spill, by what an entry says of it.
+    #[inline]
+    fn row(&self, place: u64, len: u64) -> (&[u32], usize) {
+        let (start, len) = ((place >> 32) as usize, len as usize);
+        (&self.spill[start..start + len.next_multiple_of(STEP)], len)
+    }
+
     /// Ids of a word, wherever they are.
     pub(crate) fn get(&self, key: Key) -> Found<'_> {
         let place = self.place(key);
@@ -171,10 +192,8 @@ impl WordCache {
             if let Some((ids, count)) = self.get_inline(key, place) {
                 return Found::Inline(ids, count);
             }
-            let spilled = self.line(place).chunks_exact(4).find(|entry| entry[0] == key.low && entry[1] == key.high);
-            if let Some(entry) = spilled {
-                let (start, len) = ((entry[2] >> 32) as usize, entry[3] as usize);
-                return Found::Spilled(&self.spill[start..start + len]);
+            if let Some((ids, count)) = self.get_spilled(key, place) {
+                return Found::Spilled(ids, count);
             }
         }
         Found::Missing
@@ -185,7 +204,8 @@ impl WordCache {
         let mut moved = Lines::Stay;
         let lines = self.words.len() / LINE - 2;
         self.added += 1;
-        if self.entries >= lines / 2 && lines < self.max_lines && self.seen >= 2 * self.added {
+        let wanted = if lines < NEAR_LINES { 2 } else { 3 } * self.added;
+        if self.entries >= lines / 2 && lines < self.max_lines && self.seen >= wanted {
             (self.seen, self.added) = (0, 0);
             self.grow((lines * 2).min(self.max_lines));
             moved = Lines::Moved;
@@ -198,8 +218,11 @@ impl WordCache {
             if self.spill.len() + ids.len() > self.max_spill {
                 self.forget_all();
             }
-            let start = self.spill.len() as u64;
+            let start = self.spill.len().saturating_sub(STEP);
+            self.spill.truncate(start);
             self.spill.extend_from_slice(ids);
+            self.spill.extend_from_slice(&[0; STEP]);
+            let start = start as u64;
             [u64::from(SPILLED) << COUNT_SHIFT | start << 32, ids.len() as u64]
         };
         self.put([key.low, key.high, payload[0], payload[1]]);
@@ -232,11 +255,15 @@ impl WordCache {
         self.spill.clear();
     }
 
-    /// Bytes in use.
-    #[cfg(test)]
+    /// Bytes that it holds.
     pub(crate) fn bytes(&self) -> usize {
         self.words.len() * 8 + self.spill.capacity() * 4
     }
+}
+
+#[inline]
+fn is_spilled(payload: u64) -> bool {
+    payload as u32 >> COUNT_SHIFT == SPILLED
 }
 
 #[cfg(test)]
@@ -252,7 +279,7 @@ mod tests {
     fn ids(cache: &WordCache, word: &str) -> Option<Vec<u32>> {
         match cache.get(key(word)) {
             Found::Inline(ids, count) => Some(ids[..count].to_vec()),
-            Found::Spilled(ids) => Some(ids.to_vec()),
+            Found::Spilled(ids, count) => Some(ids[..count].to_vec()),
             Found::Missing => None,
         }
     }

@@ -331,4 +331,8 @@ impl EngineEncoder for ByteLevelEncoder {
         crate::tokenizer::check_u16(self.shared.max_id)?;
         self.encode_any(text, out)
     }
+
+    fn held_bytes(&self) -> usize {
+        self.words.encoder.held_bytes()
+    }
 }

@@ -1,5 +1,6 @@
 //! The cache of words of more than 15 bytes: a table of lines with four entries each, which point into an arena.
 
+use super::cache::STEP;
 use crate::simd;
 
 /// Longest word that is kept.
@@ -32,7 +33,7 @@ pub(crate) struct LongCache {
     lines: usize,
     max_lines: usize,
     entries: usize,
-    /// For each word its bytes, then its ids.
+    /// For each word its bytes, then its ids; room for [`STEP`] more ids behind the last.
     arena: Vec<u8>,
     max_arena: usize,
 }
@@ -71,25 +72,43 @@ impl LongCache {
         simd::prefetch(&self.words, self.place(hash));
     }
 
-    /// Ids of a word, as little-endian bytes.
     #[inline]
-    pub(crate) fn get(&self, word: &[u8], hash: u64) -> Option<&[[u8; 4]]> {
+    fn line(&self, hash: u64) -> &[u64; LINE] {
         let place = self.place(hash);
-        let line: &[u64; LINE] = self.words[place..place + LINE].first_chunk()?;
+        self.words[place..place + LINE].first_chunk().expect("a slice of this length")
+    }
+
+    /// Asks for the bytes and ids of a word of this hash, whose line has come.
+    #[inline]
+    pub(crate) fn prefetch_word(&self, hash: u64) {
+        let line = self.line(hash);
+        if let Some(way) = (0..WAYS).find(|&way| line[way] >> 32 == hash >> 32) {
+            let start = line[way] as u32 as usize;
+            simd::prefetch(&self.arena, start);
+            simd::prefetch(&self.arena, start + 64);
+        }
+    }
+
+    /// Ids of a word, as little-endian bytes, and how many; a multiple of [`STEP`] may be read.
+    #[inline]
+    pub(crate) fn get(&self, word: &[u8], hash: u64) -> Option<(&[[u8; 4]], usize)> {
+        let line = self.line(hash);
         (0..WAYS).find_map(|way| {
             if line[way] >> 32 != hash >> 32 || line[way + WAYS] >> 32 != word.len() as u64 {
                 return None;
             }
             let start = line[way] as u32 as usize;
             let ids = start + word.len();
-            (&self.arena[start..ids] == word)
-                .then(|| as_ids(&self.arena[ids..ids + line[way + WAYS] as u32 as usize * 4]))
+            let count = line[way + WAYS] as u32 as usize;
+            is_same(&self.arena[start..ids], word)
+                .then(|| (as_ids(&self.arena[ids..ids + count.next_multiple_of(STEP) * 4]), count))
         })
     }
 
     /// Keeps the ids of a word that is not there.
     pub(crate) fn insert(&mut self, word: &[u8], hash: u64, ids: &[u32]) {
-        if self.arena.len() + word.len() + ids.len() * 4 > self.max_arena {
+        let needed = word.len() + (ids.len() + STEP) * 4;
+        if self.arena.len() + needed > self.max_arena {
             self.words.fill(0);
             self.arena.clear();
             self.entries = 0;
@@ -97,9 +116,15 @@ impl LongCache {
         if self.entries >= self.lines && self.lines < self.max_lines {
             self.grow();
         }
-        let start = self.arena.len();
+        if self.arena.capacity() - self.arena.len() < needed {
+            let more = self.arena.len().clamp(needed, self.max_arena - self.arena.len());
+            self.arena.reserve_exact(more); // twice as much, but not beyond the budget
+        }
+        let start = self.arena.len().saturating_sub(STEP * 4);
+        self.arena.truncate(start);
         self.arena.extend_from_slice(word);
         ids.iter().for_each(|id| self.arena.extend_from_slice(&id.to_le_bytes()));
+        self.arena.extend_from_slice(&[0; STEP * 4]);
         self.put(hash, start, (word.len() as u64) << 32 | ids.len() as u64);
     }
 
@@ -128,11 +153,19 @@ impl LongCache {
         }
     }
 
-    /// Bytes in use.
-    #[cfg(test)]
+    /// Bytes that it holds.
     pub(crate) fn bytes(&self) -> usize {
-        self.words.len() * 8 + self.arena.len()
+        self.words.len() * 8 + self.arena.capacity()
     }
+}
+
+/// Whether two words of one length, at least 16, are the same.
+#[inline]
+fn is_same(one: &[u8], other: &[u8]) -> bool {
+    let read = |bytes: &[u8], at: usize| u128::from_le_bytes(*bytes[at..].first_chunk().expect("16 bytes"));
+    let differ = |at: usize| read(one, at) ^ read(other, at);
+    let last = one.len() - 16;
+    (0..last).step_by(16).fold(differ(last), |different, at| different | differ(at)) == 0
 }
 
 /// Views bytes as groups of four.
@@ -152,8 +185,9 @@ mod tests {
         cache.insert(&word(1), hash(&word(1)), &[5]);
         assert_eq!(cache.get(&word(2), hash(&word(2))), None);
         cache.insert(&word(2), hash(&word(2)), &[6]);
-        assert_eq!(cache.get(&word(1), hash(&word(1))), Some([5u32.to_le_bytes()].as_slice()));
-        assert_eq!(cache.get(&word(2), hash(&word(2))), Some([6u32.to_le_bytes()].as_slice()));
+        let ids = |word: &[u8]| cache.get(word, hash(word)).map(|(ids, count)| ids[..count].to_vec());
+        assert_eq!(ids(&word(1)), Some(vec![5u32.to_le_bytes()]));
+        assert_eq!(ids(&word(2)), Some(vec![6u32.to_le_bytes()]));
     }
 
     #[test]
@@ -165,14 +199,15 @@ mod tests {
             let word = format!("a long word with a number {index}");
             let word = word.as_bytes();
             cache.insert(word, hash(word), &[index; 9]);
-            assert_eq!(cache.get(word, hash(word)), Some([index.to_le_bytes(); 9].as_slice()));
+            let found = cache.get(word, hash(word)).map(|(ids, count)| &ids[..count]);
+            assert_eq!(found, Some([index.to_le_bytes(); 9].as_slice()));
             assert_eq!(cache.get(&word[1..], hash(&word[1..])), None);
         }
         let count = if cfg!(miri) { 2000 } else { 200_000u32 };
         for index in 0..count {
             let word = format!("a long word with a number {index}");
             let found = cache.get(word.as_bytes(), hash(word.as_bytes()));
-            assert!(found.is_none_or(|ids| *ids == [index.to_le_bytes(); 9]));
+            assert!(found.is_none_or(|(ids, count)| ids[..count] == [index.to_le_bytes(); 9]));
         }
         assert!(cache.bytes() <= budget, "{}", cache.bytes());
     }

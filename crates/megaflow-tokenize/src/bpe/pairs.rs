@@ -12,13 +12,20 @@ const HASH: u64 = 0x9E37_79B9_7F4A_7C15;
 pub(crate) struct PairTable {
     words: Fixed<u64>,
     shift: u32,
+    /// A bit for each hash of a pair, [`FILTER`] times as many as words: the second-level cache holds it, and most pairs that
+    /// are asked for are not there.
+    filter: Fixed<u64>,
 }
+
+/// Binary logarithm of the bits of the filter for each word of the table.
+const FILTER: u32 = 2;
 
 impl PairTable {
     /// A table for at most `count` pairs.
     pub(crate) fn with_capacity(count: usize) -> Self {
         let size = (count * 2).next_power_of_two().max(64);
-        Self { words: vec![0; size].into(), shift: 64 - size.trailing_zeros() }
+        let filter = vec![0; (size << FILTER) / 64].into();
+        Self { words: vec![0; size].into(), shift: 64 - size.trailing_zeros(), filter }
     }
 
     #[inline]
@@ -26,15 +33,31 @@ impl PairTable {
         (key.wrapping_mul(HASH) >> self.shift) as usize
     }
 
+    /// Word and bit of the filter.
+    #[inline]
+    fn bit(&self, key: u64) -> (usize, u64) {
+        let hash = key.wrapping_mul(HASH) >> (self.shift - FILTER);
+        ((hash / 64) as usize, 1 << (hash % 64))
+    }
+
     /// Adds a pair that is not there yet.
     pub(crate) fn insert(&mut self, left: u32, right: u32, product: u32) {
         let key = (u64::from(left) << 21) | u64::from(right);
         let mask = self.words.len() - 1;
+        let (word, bit) = self.bit(key);
+        self.filter[word] |= bit;
         let mut slot = self.slot(key);
         while self.words[slot] != 0 {
             slot = (slot + 1) & mask;
         }
         self.words[slot] = (key << 22) | u64::from(product);
+    }
+
+    /// As [`Self::get`], for pairs most of which have no product.
+    #[inline]
+    pub(crate) fn get_rare(&self, left: u32, right: u32) -> u32 {
+        let (word, bit) = self.bit((u64::from(left) << 21) | u64::from(right));
+        if self.filter[word] & bit == 0 { u32::MAX } else { self.get(left, right) }
     }
 
     /// Product of a pair, or `u32::MAX`.
@@ -68,7 +91,9 @@ mod tests {
         }
         for index in 0..1000u32 {
             assert_eq!(table.get(index * 7 % 1000, index), index + 1);
+            assert_eq!(table.get_rare(index * 7 % 1000, index), index + 1);
             assert_eq!(table.get(index * 7 % 1000, index + 1000), u32::MAX);
+            assert_eq!(table.get_rare(index * 7 % 1000, index + 1000), u32::MAX);
         }
         assert_eq!(table.get(1, 1), u32::MAX);
     }

@@ -75,33 +75,49 @@ impl Bytes {
     /// Appends the ids of a word of at most [`SMALL`] bytes. The pair of the oldest product merges first, the leftmost of
     /// equal ones.
     pub(super) fn encode(&self, word: &[u8], borders: &Borders, ids: &[u32], out: &mut Vec<u32>) {
-        let (mut tokens, mut products) = ([NONE; SMALL], [NONE; SMALL]);
+        // A product with the token behind, and below it the token: equal products have equal halves, so that entries are
+        // compared by their products.
+        let mut entries = [0; SMALL + SHIFTED];
         let mut count = word.len();
-        for (place, &byte) in word.iter().enumerate() {
-            tokens[place] = self.symbols[usize::from(byte)];
+        for (entry, pair) in entries.iter_mut().zip(word.windows(2)) {
+            *entry = join(self.pairs[pair_place(pair[0], pair[1])], self.symbols[usize::from(pair[0])]);
         }
-        for (place, pair) in word.windows(2).enumerate() {
-            products[place] = self.pairs[pair_place(pair[0], pair[1])];
+        if let (Some(entry), Some(&last)) = (entries.get_mut(count.wrapping_sub(1)), word.last()) {
+            *entry = join(NONE, self.symbols[usize::from(last)]);
         }
         loop {
-            let (mut product, mut place) = (CUT, 0);
-            for (other, &found) in products[..count].iter().enumerate() {
-                (product, place) = if found < product { (found, other) } else { (product, place) };
+            let (mut least, mut place) = (join(CUT, 0), 0);
+            for (other, &entry) in entries[..count].iter().enumerate() {
+                (least, place) = if entry < least { (entry, other) } else { (least, place) };
             }
-            if product == CUT {
+            if least == join(CUT, 0) {
                 break;
             }
-            tokens[place] = product;
-            tokens.copy_within(place + 2..count, place + 1);
-            products.copy_within(place + 1..count, place);
-            count -= 1;
-            if place > 0 {
-                products[place - 1] = borders.likely_product(tokens[place - 1], product);
+            let product = (least >> 32) as u32;
+            // Those behind the two move up, some at once: a call to move so few bytes costs more than moving them.
+            let mut at = place + 1;
+            while at + 1 < count {
+                let moved: [u64; SHIFTED] = *entries[at + 1..].first_chunk().expect("room behind the word");
+                entries[at..at + SHIFTED].copy_from_slice(&moved);
+                at += SHIFTED;
             }
-            if place + 1 < count {
-                products[place] = borders.likely_product(product, tokens[place + 1]);
+            count -= 1;
+            let behind =
+                if place + 1 < count { borders.rare_product(product, entries[place + 1] as u32) } else { NONE };
+            entries[place] = join(behind, product);
+            if place > 0 {
+                let before = entries[place - 1] as u32;
+                entries[place - 1] = join(borders.rare_product(before, product), before);
             }
         }
-        out.extend(tokens[..count].iter().map(|&token| ids[token as usize]));
+        out.extend(entries[..count].iter().map(|&entry| ids[entry as u32 as usize]));
     }
+}
+
+/// Entries that move at once.
+const SHIFTED: usize = 4;
+
+#[inline]
+fn join(product: u32, token: u32) -> u64 {
+    u64::from(product) << 32 | u64::from(token)
 }

@@ -1,6 +1,6 @@
 //! Words to ids: the cache in front, the vocabulary tables behind it.
 
-use super::cache::{Found, INLINE, Key, Lines, SHORT, WordCache};
+use super::cache::{Found, INLINE, Key, Lines, SHORT, STEP, WordCache};
 use super::long::{self, LONGEST, LongCache};
 use super::vocab::{Scratch, Tables};
 use crate::{TokenizeError, simd};
@@ -65,6 +65,11 @@ impl WordEncoder {
         }
     }
 
+    /// Bytes that its caches hold.
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.cache.bytes() + self.long.bytes()
+    }
+
     /// Appends the ids of the words that end at `ends` (the first begins at 0).
     pub(crate) fn encode<T: TokenId>(
         &mut self,
@@ -79,6 +84,7 @@ impl WordEncoder {
         let mut batch_start = 0usize;
         for batch in ends.chunks(BATCH) {
             self.cache.note_seen(batch.len());
+            let (mut longs, mut long_count) = ([0u64; BATCH], 0);
             let mut start = batch_start;
             for (probe, &end) in probes.iter_mut().zip(batch) {
                 let end = end as usize;
@@ -90,9 +96,12 @@ impl WordEncoder {
                     let hash = long::hash(&text[start..end]);
                     self.long.prefetch(hash);
                     probe.place = hash as usize;
+                    longs[long_count] = hash;
+                    long_count += 1;
                 }
                 start = end;
             }
+            longs[..long_count].iter().for_each(|&hash| self.long.prefetch_word(hash));
             out.truncate(len);
             simd::make_room(out, BATCH * INLINE);
             out.resize(len + BATCH * INLINE, T::default());
@@ -104,6 +113,11 @@ impl WordEncoder {
                         let slots: &mut [T; INLINE] = out[len..].first_chunk_mut().expect("room for a batch");
                         *slots = ids.map(T::from_id);
                         len += count;
+                        start = end;
+                        continue;
+                    }
+                    if let Some((ids, count)) = self.cache.get_spilled(probe.key, probe.place) {
+                        len = put(ids, count, |id| id, out, len, BATCH - index);
                         start = end;
                         continue;
                     }
@@ -120,15 +134,14 @@ impl WordEncoder {
                         start = end;
                         continue;
                     }
-                    if let Some(ids) = self.long.get(word, hash) {
-                        let ids = ids.iter().map(|id| u32::from_le_bytes(*id));
-                        len = put(ids, out, len, BATCH - index);
+                    if let Some((ids, count)) = self.long.get(word, hash) {
+                        len = put(ids, count, u32::from_le_bytes, out, len, BATCH - index);
                         start = end;
                         continue;
                     }
                     self.encode_long(tables, word, hash)?;
                 }
-                len = put(self.ids.iter().copied(), out, len, BATCH - index);
+                len = put(&self.ids, self.ids.len(), |id| id, out, len, BATCH - index);
                 start = end;
             }
             batch_start = start;
@@ -143,7 +156,7 @@ impl WordEncoder {
         self.ids.clear();
         match self.cache.get(key) {
             Found::Inline(ids, count) => self.ids.extend_from_slice(&ids[..count]),
-            Found::Spilled(ids) => self.ids.extend_from_slice(ids),
+            Found::Spilled(ids, count) => self.ids.extend_from_slice(&ids[..count]),
             Found::Missing => {
                 encode_word(tables, word, &mut self.scratch, &mut self.ids)?;
                 return Ok(self.cache.insert(key, &self.ids));
@@ -182,17 +195,31 @@ impl WordEncoder {
     }
 }
 
-/// Writes ids at `len` and returns the place behind them; leaves room for as many words as are still to come.
+/// Writes `count` ids at `len` and returns the place behind them; leaves room for as many words as are still to come.
+/// `ids` may go on behind them: whole steps are copied, so that most words take one, whatever their count.
 #[inline]
-fn put<T: TokenId>(ids: impl ExactSizeIterator<Item = u32>, out: &mut Vec<T>, len: usize, words: usize) -> usize {
-    let end = len + ids.len();
-    if end + words * INLINE > out.len() {
-        out.resize(end + words * INLINE, T::default());
+fn put<T: TokenId, I: Copy>(
+    ids: &[I],
+    count: usize,
+    id: impl Fn(I) -> u32,
+    out: &mut Vec<T>,
+    len: usize,
+    words: usize,
+) -> usize {
+    let needed = len + count + words * INLINE + STEP;
+    if needed > out.len() {
+        simd::make_room(out, needed + BATCH * INLINE - out.len());
+        out.resize(needed + BATCH * INLINE, T::default());
     }
-    for (slot, id) in out[len..end].iter_mut().zip(ids) {
-        *slot = T::from_id(id);
+    let steps = ids.chunks_exact(STEP);
+    for (slot, &rest) in out[len + ids.len() / STEP * STEP..].iter_mut().zip(steps.remainder()) {
+        *slot = T::from_id(id(rest));
     }
-    end
+    let to = out[len..].chunks_exact_mut(STEP);
+    for (to, from) in to.zip(steps) {
+        to.iter_mut().zip(from).for_each(|(slot, &from)| *slot = T::from_id(id(from)));
+    }
+    len + count
 }
 
 fn encode_word(tables: &Tables, word: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) -> Result<(), TokenizeError> {

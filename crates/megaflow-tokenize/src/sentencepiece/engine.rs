@@ -296,4 +296,8 @@ impl EngineEncoder for SentencePieceEncoder {
         crate::tokenizer::check_u16(self.shared.max_id)?;
         self.encode_any(text, out)
     }
+
+    fn held_bytes(&self) -> usize {
+        self.state.words.held_bytes()
+    }
 }
