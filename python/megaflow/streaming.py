@@ -208,9 +208,7 @@ class StreamingDataset:
     @classmethod
     def from_recipe(cls, recipe: dict[str, Any]) -> StreamingDataset:
         """The dataset that `recipe` described."""
-        files = recipe["tokenizer"]
-        pair = {"vocab_file": files[0], "merge_file": files[1]} if len(files) == 2 else {"tokenizer_model": files[0]}
-        return cls(recipe["sources"], tokenizer=Tokenizer.from_files(**pair), **recipe["settings"])
+        return cls(recipe["sources"], tokenizer=Tokenizer._reread(recipe["tokenizer"]), **recipe["settings"])
 
     def __repr__(self) -> str:
         names = ", ".join(name for _, name, _, _ in self.inputs[:3]) + (", ..." if len(self.inputs) > 3 else "")

@@ -128,6 +128,13 @@ class Tokenizer:
             return cls.from_file(vocab_file)
         return cls(_core.Tokenizer.load(Path(vocab_file), Path(merge_file)), GPT2)
 
+    @classmethod
+    def _reread(cls, files: Sequence[str]) -> Tokenizer:
+        """From the files that a tokenizer said it was read from."""
+        if len(files) == 2 and not _has_ranks(files):
+            return cls.from_files(vocab_file=files[0], merge_file=files[1])
+        return cls.from_file(files[0])
+
     def encode(
         self,
         text: str,

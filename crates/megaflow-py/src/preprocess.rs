@@ -142,7 +142,11 @@ fn job_options(settings: Settings<'_>, tokenizer: &PyTokenizer) -> PyResult<JobO
         [choice("empty_documents", &settings.empty_documents, ["boundary", "eod"])?];
     let on_bad_record =
         [OnBadRecord::Error, OnBadRecord::Skip][choice("on_bad_record", &settings.on_bad_record, ["error", "skip"])?];
-    let eod = tokenizer.tokenizer.eod(settings.eod_token.as_deref()).map_err(IntoPyErr::into_py_err)?;
+    let eod = match tokenizer.tokenizer.eod(settings.eod_token.as_deref()) {
+        // A declared one that does not exist stands in nobody's way who asks for none; the record then names none.
+        Err(_) if !settings.append_eod && settings.eod_token.is_none() => None,
+        found => found.map_err(IntoPyErr::into_py_err)?,
+    };
     if settings.append_eod && eod.is_none() {
         return Err(error(
             "TokenizerError",

@@ -177,12 +177,17 @@ impl Declared {
 /// Whether a token stands for itself alone: it is special, or in a BPE vocabulary that no merge leads to. (A corpus with mark-up
 /// may well make `<s>` a word like any other.)
 fn is_no_text(spec: &TokenizerSpec, name: &str) -> bool {
+    let has_merges = spec.model_kind() == "BPE" && !spec.model.merges.is_empty();
+    spec.special_tokens().contains(&name)
+        || (has_merges && spec.model.vocab.id(name).is_some() && !is_made_by_merges(spec, name))
+}
+
+/// Whether merges of a vocabulary make a token that is not special out of text.
+pub(crate) fn is_made_by_merges(spec: &TokenizerSpec, name: &str) -> bool {
     let makes = |merge: &MergeSpec| {
         merge.halves().is_some_and(|(left, right)| name.strip_prefix(left).is_some_and(|rest| rest == right))
     };
-    let has_merges = spec.model_kind() == "BPE" && !spec.model.merges.is_empty();
-    spec.special_tokens().contains(&name)
-        || (has_merges && spec.model.vocab.id(name).is_some() && !spec.model.merges.iter().any(makes))
+    !spec.special_tokens().contains(&name) && spec.model_kind() == "BPE" && spec.model.merges.iter().any(makes)
 }
 
 /// What was found out once somebody asked.

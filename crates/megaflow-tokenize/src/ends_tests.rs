@@ -172,6 +172,8 @@ fn a_vocabulary_with_merges_has_the_tokens_that_no_merge_makes() {
     let merges = "< s\n<s >\n";
     assert_eq!(ends(&with(&["<s", "<s>", "</s>"], merges, json!({}))), (None, Some(258)));
     assert_eq!(ends(&with(&["ab", "<s>", "</s>"], "a b\n", json!({}))), (Some(257), Some(258)));
+    let markup = with(&["</", "</s", "</s>"], "< /\n</ s\n</s >\n", json!({}));
+    assert_eq!((ends(&markup), markup.eod(None).unwrap()), ((None, None), None), "text that merges make ends nothing");
     let declared = with(&["<s", "<s>", "</s>"], merges, json!({"bos_token": "<s>", "eos_token": "<|im_end|>"}));
     assert_eq!(ends(&declared), (Some(257), Some(258)), "a token of other files does not count");
     let eod = with(&["</s>", "!e"], "! e\n", json!({"eos_token": "!e"}));

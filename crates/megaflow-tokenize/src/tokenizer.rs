@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
 
 use crate::bpe::{ByteLevel, Ranks, TiktokenConfig, read_ranks};
-use crate::ends::{Declaration, Declared, FoundEnds};
+use crate::ends::{Declaration, Declared, FoundEnds, is_made_by_merges};
 use crate::fallback::Fallback;
 use crate::idle::IdleEncoders;
 use crate::room::{IdRoom, UsedIds};
@@ -377,7 +377,9 @@ impl Tokenizer {
             let unknown = || TokenizeError::UnknownToken { token: token.to_owned(), vocab_size: self.inner.vocab_size };
             return Ok(Some((token.to_owned(), self.token_id(token).ok_or_else(unknown)?)));
         }
-        Ok(KNOWN_EOD.iter().find_map(|name| self.token_id(name).map(|id| ((*name).to_owned(), id))))
+        let found = KNOWN_EOD.iter().filter_map(|name| Some((*name, self.token_id(name)?)));
+        let mut own = found.filter(|(name, _)| !is_made_by_merges(&self.inner.spec, name));
+        Ok(own.next().map(|(name, id)| (name.to_owned(), id)))
     }
 
     /// Ids of the special tokens, in rising order.

@@ -135,7 +135,8 @@ def summary(report: PreprocessReport, tokenizer: Tokenizer, options: PreprocessO
             f"  tokens     {pair.tokens:,} as {pair.dtype}, {end}",
             f"  size       {_megabytes(size)} from {_megabytes(report.input_bytes)}",
         ]
-    eod = f", end of document {tokenizer.eod_id}" if tokenizer.eod_id is not None else ""
+    used = tokenizer._core.eod(options.eod_token) if options.append_eod else None
+    eod = "" if used is None else f", end of document {used[1]}"
     lines.append(f"tokenizer    {tokenizer.type}, {tokenizer.vocab_size:,} ids{eod}, by {tokenizer.engine}")
     wall_s = max(report.wall_s, 1e-9)
     rates = f"{report.text_bytes / 1e6 / wall_s:.1f} MB/s of text, {report.tokens / wall_s:,.0f} tokens/s"

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.helpers.families import library
 
+from helpers.families import library
 from megaflow import IndexedDataset, Loader, PreprocessOptions, StreamingDataset, Tokenizer, merge, preprocess
 from megaflow.cli import preprocess as command
 from megaflow.cli.inspect import main as inspect_command
@@ -334,3 +334,17 @@ def test_the_command_puts_them_there_and_says_so(tmp_path: Path, capsys: pytest.
         assert command.main([*parts, "--shard", part]) == 0
     merge(sorted(str(found)[:-4] for found in tmp_path.glob("parts_shard*.bin")), tmp_path / "parts_text_document")
     assert sequences(tmp_path / "parts") == [[3, 0, 4], [3, 1, 0, 4]]
+
+
+def test_the_command_says_which_end_of_document_it_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the configuration declares, and also where that does not exist."""
+    path, source = words(tmp_path), corpus(tmp_path, ["a"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<nada>"}))
+    arguments = [str(source), "--output-prefix", str(tmp_path / "out"), "--tokenizer", str(path), "--workers", "1"]
+    assert command.main([*arguments, "--eod-token", "b"]) == 0
+    assert "5 ids, end of document 1, by" in capsys.readouterr().out
+    assert sequences(tmp_path / "out") == [[0, 1]]
+    assert command.main([*arguments, "--no-append-eod"]) == 0
+    assert "5 ids, by" in capsys.readouterr().out
+    assert command.main(arguments) != 0
+    assert '"<nada>"' in capsys.readouterr().err

@@ -160,6 +160,10 @@ def test_a_name_may_stand_for_tiktoken_ranks(hub: Path) -> None:
     (hub / "tiktoken_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.from_name("org/name")
     assert (tokenizer.encode("ab").tolist(), tokenizer.eod_id, tokenizer.type) == ([97, 98], 256, "TikTokenizer")
+    (hub / "in.jsonl").write_text('{"text": "ab"}\n')
+    stream = StreamingDataset(str(hub / "in.jsonl"), seq_len=2, tokenizer=tokenizer)
+    again = StreamingDataset.from_recipe(stream.recipe())
+    assert (again.tokenizer.type, again.fingerprint) == ("TikTokenizer", stream.fingerprint)
 
 
 def test_a_name_may_stand_for_a_tekken_file(hub: Path) -> None:
