@@ -41,9 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoints", type=int, default=2, help="how many of them are kept (default: 2)")
     parser.add_argument("--no-collective", action="store_true", help="leave out the two-process test")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    asked = Asked(**{name: value for name, value in vars(parser.parse_args(argv)).items() if name != "json"})
-    lines = examine(asked)
-    if "--json" in (sys.argv[1:] if argv is None else argv):
+    options = parser.parse_args(argv)
+    if options.checkpoints < 1:
+        parser.error(f"--checkpoints must be >= 1, got {options.checkpoints}")
+    lines = examine(Asked(**{name: value for name, value in vars(options).items() if name != "json"}))
+    if options.json:
         print(json.dumps([line.as_dict() for line in lines], indent=1))
     else:
         print(

@@ -24,6 +24,12 @@ BF16, FLASH, FP8 = (8, 0), (8, 0), (8, 9)
 PROBE_BYTES = 64 << 20
 LEAST_SHARED_GB = 1.0
 SLOW_DISK = 100e6
+NEEDED = {
+    "numpy": ("everything", "numpy"),
+    "rich": ("the data commands", "rich"),
+    "yaml": ("the trainer and the planner", "pyyaml"),
+    "safetensors": ("checkpoints", "safetensors"),
+}
 OPTIONAL = {
     "transformer_engine": ("fp8 and fused layers (--transformer-impl transformer_engine)", "transformer-engine"),
     "flash_attn": ("another flash attention (torch has one of its own)", "flash-attn"),
@@ -95,7 +101,7 @@ def check_torch(asked: Asked) -> Iterator[Line]:
     """Torch, CUDA and NCCL."""
     try:
         torch = importlib.import_module("torch")
-    except (ImportError, OSError) as error:
+    except Exception as error:  # as of any package: an OSError of a library, a RuntimeError of a driver
         yield Line(
             "fail",
             "torch",
@@ -128,7 +134,7 @@ def list_gpus() -> list[Gpu]:
     try:
         torch = importlib.import_module("torch")
         found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    except (ImportError, OSError, RuntimeError):
+    except Exception:  # check_torch has told it
         return []
     return [Gpu(name=one.name, capability=(one.major, one.minor), memory_bytes=one.total_memory) for one in found]
 
@@ -311,7 +317,13 @@ def _find_prefix(prefix: str) -> str:
 
 
 def check_packages(asked: Asked) -> Iterator[Line]:
-    """Optional packages: there, broken, or missing. What an import raises, of whatever kind, is told."""
+    """Packages: there, broken, or missing. What an import raises, of whatever kind, is told."""
+    for module, (purpose, package) in NEEDED.items():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # as below
+            text = f"{package} cannot be imported: {type(error).__name__}: {_first(error)}"
+            yield Line("fail", "packages", text, f"pip install --force-reinstall {package}; needed for {purpose}")
     missing = []
     for module, (purpose, package) in OPTIONAL.items():
         if importlib.util.find_spec(module) is None:

@@ -77,13 +77,13 @@ def make_errors() -> str:
         for path in sorted((ROOT / folder).rglob("*.py")):
             found = list(dict.fromkeys(list_messages(path)))
             if found:
-                lines += [f"## {path.relative_to(ROOT).as_posix()}\n", *(f"- `{message}`" for message in found), ""]
+                lines += [f"## `{path.relative_to(ROOT).as_posix()}`\n", *(f"- `{message}`" for message in found), ""]
     for crate in sorted((ROOT / "crates").iterdir()):
         texts = [path.read_text(encoding="utf-8") for path in sorted((crate / "src").rglob("*.rs"))]
         found = [" ".join(text.split()) for text in re.findall(r'#\[error\(\s*"((?:[^"\\]|\\.)*)"', "\n".join(texts))]
         if found:
             cleaned = [message.replace('\\"', '"').replace("`", "'") for message in dict.fromkeys(found)]
-            lines += [f"## crates/{crate.name}\n", *(f"- `{message}`" for message in cleaned), ""]
+            lines += [f"## `crates/{crate.name}`\n", *(f"- `{message}`" for message in cleaned), ""]
     return "\n".join(lines)
 
 

@@ -122,10 +122,16 @@ def show_plan(options: argparse.Namespace, flags: Sequence[str]) -> int:
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(options, name)}")
     gpu = find_gpu(options.gpu)
+    memory_gb = gpu.memory_gb if options.memory_gb is None else options.memory_gb
+    if not (math.isfinite(memory_gb) and 0 <= options.reserve_gb < memory_gb):
+        raise ConfigError(
+            f"--memory-gb {memory_gb:g} less --reserve-gb {options.reserve_gb:g} leaves nothing to plan with; "
+            "both are counted in GB of one GPU, and more than 0 must be left"
+        )
     cluster = Cluster(
         gpu=gpu,
         num_gpus=options.gpus,
-        memory_gb=options.memory_gb or gpu.memory_gb,
+        memory_gb=memory_gb,
         reserve_gb=options.reserve_gb,
         gpus_per_node=min(options.gpus_per_node, options.gpus),
     )

@@ -217,11 +217,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
+    if options.ranks < 1:
+        parser.error(f"--ranks must be >= 1, got {options.ranks}")
+    try:
+        flags = shlex.split(options.flags)
+    except ValueError as error:
+        parser.error(f"--flags cannot be read: {error}: {options.flags}")
     names = {"--vocab-file": options.vocab_file, "--merge-file": options.merge_file}
     tokenizer = [word for flag, value in names.items() if value for word in (flag, value)]
     with tempfile.TemporaryDirectory(prefix="megaflow_smoke_") as scratch:
         folder = options.folder or Path(scratch)
-        smoke = Smoke(folder.resolve(), options.ranks, shlex.split(options.flags), tokenizer)
+        smoke = Smoke(folder.resolve(), options.ranks, flags, tokenizer)
         verdicts = run_stages(smoke, (lambda verdict: None) if options.json else show)
     if options.json:
         print(json.dumps([asdict(verdict) for verdict in verdicts], indent=1))

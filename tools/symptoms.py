@@ -86,13 +86,17 @@ def read_record(folder: Path) -> Record:
     """What is in a run folder.
 
     Raises:
-        ReportError: if it is none.
+        ReportError: if it is none, or what it holds cannot be read: nothing may be concluded from that.
     """
-    metrics = folder / "metrics.jsonl"
-    if not metrics.is_file() and not (folder / "run.json").is_file():
+    metrics, manifest = folder / "metrics.jsonl", folder / "run.json"
+    if not metrics.is_file() and not manifest.is_file():
         raise ReportError(f"{folder}: not a run folder: there is neither metrics.jsonl nor run.json in it")
     rows = read_rows(metrics) if metrics.is_file() else []
-    starts = read_manifest(folder / "run.json").get("starts") or [{}]
+    starts = read_manifest(manifest).get("starts") or [{}]
+    if manifest.is_file() and not (isinstance(starts, list) and isinstance(starts[-1], dict) and starts[-1]):
+        raise ReportError(f"{manifest}: no start of a run can be read in it; is the file whole?")
+    if not rows and metrics.is_file() and b"\n" in metrics.read_bytes():  # a first line may have been cut off
+        raise ReportError(f"{metrics}: not one line of a run can be read in it; is the file whole?")
     return Record(
         folder=folder,
         rows=rows,

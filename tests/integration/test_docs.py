@@ -53,7 +53,8 @@ def test_the_list_of_messages_holds_those_of_all_parts() -> None:
     for part in (
         "is not divisible by",
         "a blend needs at least one dataset",
-        "crates/megaflow-indexed",
+        "## `crates/megaflow-indexed`",
+        "## `python/megaflow/__init__.py`",  # without the quotes a page shows "init.py" in bold
         "parallel.zero 3",
     ):
         assert part in text

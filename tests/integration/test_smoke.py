@@ -65,6 +65,15 @@ def test_a_flag_that_the_trainer_refuses_is_told_in_its_words(tmp_path: Path) ->
     assert "the nearest known one is --num-attention-heads" in verdicts[1].text
 
 
+@pytest.mark.parametrize("words", [("--ranks", "0"), ("--flags", "'half a quotation")])
+def test_own_flags_that_mean_nothing_are_refused_before_anything_runs(
+    words: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        smoke.main([*words, "--json"])
+    assert words[0] in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 def test_two_ranks_pass_too(tmp_path: Path) -> None:

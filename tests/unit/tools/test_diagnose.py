@@ -100,6 +100,27 @@ def test_a_folder_without_a_run_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert "not a run folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.json", '{"starts": [{"na'),
+        ("run.json", "[]"),
+        ("run.json", '{"starts": 3}'),
+        ("metrics.jsonl", "\0" * 99 + "\n"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_no_clean_bill(
+    name: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(RUNS / "healthy", tmp_path / "run")
+    (tmp_path / "run" / name).write_text(content)
+    assert diagnose.main([str(tmp_path / "run")]) == diagnose.UNREADABLE
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"{name}: no" in said.err
+    assert "is the file whole?" in said.err
+
+
 @pytest.mark.parametrize(("is_running", "symptoms"), [(False, ["killed"]), (True, [])])
 def test_a_run_without_an_end_was_killed_unless_its_folder_is_locked(
     tmp_path: Path, is_running: bool, symptoms: list[str]

@@ -123,6 +123,19 @@ def test_an_optional_package_that_breaks_at_import_is_told(
     assert f"installed and cannot be imported: {fault.split('(')[0]}" in line.text
 
 
+@pytest.mark.parametrize("fault", ["OSError('libyaml.so: cannot open')", "RuntimeError('x')"])
+def test_a_package_that_is_needed_and_breaks_at_import_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    (tmp_path / "yaml.py").write_text(f"raise {fault}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "yaml", raising=False)
+    monkeypatch.setattr(doctor_checks, "OPTIONAL", {})
+    (line,) = doctor_checks.check_packages(Asked())
+    assert line.state == "fail"
+    assert f"pyyaml cannot be imported: {fault.split('(')[0]}" in line.text
+
+
 def test_packages_that_are_not_there_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_checks, "OPTIONAL", {"no_such_package_at_all": ("nothing", "nothing")})
     (line,) = doctor_checks.check_packages(Asked())
@@ -138,9 +151,10 @@ def test_an_old_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first.state, first.remedy) == ("fail", "pip install 'torch>=2.11'")
 
 
-def test_a_torch_whose_library_is_broken_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OSError, RuntimeError, AttributeError])
+def test_a_torch_whose_library_is_broken_is_told(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
     def fail(name: str) -> types.ModuleType:
-        raise OSError("libtorch_cpu.so: cannot open shared object file")
+        raise kind("libtorch_cpu.so: cannot open shared object file")
 
     monkeypatch.setattr(doctor_checks.importlib, "import_module", fail)
     (line,) = doctor_checks.check_torch(Asked())
@@ -179,3 +193,9 @@ def test_the_exit_code_and_json_tell_about_faults(tmp_path: Path, capsys: pytest
     text = capsys.readouterr().out
     assert "nothing to mend" in text
     assert "\033" not in text  # no colours where nobody looks
+
+
+def test_a_count_of_checkpoints_that_means_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        doctor.main(["--checkpoints", "-3", "--preset", "llama3_8b"])
+    assert "--checkpoints must be >= 1, got -3" in capsys.readouterr().err

@@ -153,3 +153,6 @@ def test_faults_of_the_flags_are_the_trainers_words(capsys: pytest.CaptureFixtur
     for flag in ("--gpus", "--gpus-per-node", "--top"):
         assert plan.main([flag, "0"]) == 2
         assert capsys.readouterr().err == f"error: {flag} must be >= 1, got 0\n"
+    for words in ("--memory-gb nan", "--memory-gb inf", "--memory-gb 0", "--memory-gb 4", "--reserve-gb -1"):
+        assert plan.main(words.split()) == 2, words
+        assert "leaves nothing to plan with" in capsys.readouterr().err
