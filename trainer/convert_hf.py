@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line; 2 for a wrong one, 1 for a fault of the files."""
+    """Run the command line; 1 for a fault of the files, and a wrong command line ends the process with 2."""
     given = make_parser().parse_args(argv)
     try:
         given.run(given.source, given.target)

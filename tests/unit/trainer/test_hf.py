@@ -261,4 +261,6 @@ def test_the_converter_writes_recipe_and_folder(prefix: str, tmp_path: Path) -> 
     stored, written = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert all(torch.equal(stored[key], written[key]) for key in stored)
     assert convert_hf.main(["export", str(tmp_path / "none"), str(tmp_path / "x")]) == 1
-    assert convert_hf.main([]) == 2
+    with pytest.raises(SystemExit) as caught:
+        convert_hf.main([])
+    assert caught.value.code == 2
