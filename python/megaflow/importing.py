@@ -327,7 +327,7 @@ def _document_ends(file: _File, kind: Format, at: int, piece: NDArray[Any], is_o
 
 
 def _tokenizer_record(tokenizer: Tokenizer, file: _File, kind: Format) -> dict[str, Any]:
-    eod = tokenizer._core.eod()
+    eod = tokenizer._core.eod(is_needed=False)
     is_appended = kind == "nanogpt" and eod is not None and eod[1] == file.eod_id
     return {
         "type": tokenizer.type,

@@ -146,7 +146,7 @@ class StreamingDataset:
                 raise ConfigError(f"{name} = {value}: expected 0 or more")
 
     def _find_eod(self, append_eod: bool, eod_token: str | None) -> int | None:
-        found = self.tokenizer._core.eod(eod_token)
+        found = self.tokenizer._core.eod(eod_token, is_needed=append_eod)
         if found is None and append_eod:
             raise ConfigError(
                 "the tokenizer has no end-of-document token; name one with eod_token, or give append_eod=False"

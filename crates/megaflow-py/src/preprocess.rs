@@ -10,7 +10,7 @@ use megaflow_build::{
     preprocess as run_job,
 };
 use megaflow_source::{Format, Source, SourceError, discover as find_inputs};
-use megaflow_tokenize::EncodeOptions;
+use megaflow_tokenize::{EncodeOptions, Tokenizer};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -131,6 +131,20 @@ fn preprocess<'py>(
     report_dict(py, result.map_err(IntoPyErr::into_py_err)?)
 }
 
+/// The end of document that a job appends and records.
+fn find_eod(tokenizer: &Tokenizer, token: Option<&str>, is_appended: bool) -> PyResult<Option<(String, u32)>> {
+    let eod = tokenizer.eod_where(is_appended, token).map_err(IntoPyErr::into_py_err)?;
+    if is_appended && eod.is_none() {
+        return Err(error(
+            "TokenizerError",
+            "the tokenizer declares no end-of-document token and has none of the known names; \
+             name it with --eod-token, or write documents without one with --no-append-eod"
+                .to_owned(),
+        ));
+    }
+    Ok(eod)
+}
+
 fn job_options(settings: Settings<'_>, tokenizer: &PyTokenizer) -> PyResult<JobOptions> {
     let choice = |name: &str, value: &str, allowed: [&str; 2]| {
         let place = allowed.iter().position(|allowed| *allowed == value);
@@ -142,19 +156,7 @@ fn job_options(settings: Settings<'_>, tokenizer: &PyTokenizer) -> PyResult<JobO
         [choice("empty_documents", &settings.empty_documents, ["boundary", "eod"])?];
     let on_bad_record =
         [OnBadRecord::Error, OnBadRecord::Skip][choice("on_bad_record", &settings.on_bad_record, ["error", "skip"])?];
-    let eod = match tokenizer.tokenizer.eod(settings.eod_token.as_deref()) {
-        // A declared one that does not exist stands in nobody's way who asks for none; the record then names none.
-        Err(_) if !settings.append_eod && settings.eod_token.is_none() => None,
-        found => found.map_err(IntoPyErr::into_py_err)?,
-    };
-    if settings.append_eod && eod.is_none() {
-        return Err(error(
-            "TokenizerError",
-            "the tokenizer declares no end-of-document token and has none of the known names; \
-             name it with --eod-token, or write documents without one with --no-append-eod"
-                .to_owned(),
-        ));
-    }
+    let eod = find_eod(&tokenizer.tokenizer, settings.eod_token.as_deref(), settings.append_eod)?;
     let input = |(kind, name, object, range): &InputArgument<'_>| {
         let source = source_of(kind, name, object.as_ref())?;
         Ok(JobInput { source, range: range.map(|(begin, end)| begin..end) })

@@ -191,9 +191,9 @@ impl PyTokenizer {
         self.tokenizer.end_token(DocumentEnd::Eos).map(|found| found.cloned()).map_err(IntoPyErr::into_py_err)
     }
 
-    #[pyo3(signature = (token=None))]
-    fn eod(&self, token: Option<&str>) -> PyResult<Option<(String, u32)>> {
-        self.tokenizer.eod(token).map_err(IntoPyErr::into_py_err)
+    #[pyo3(signature = (token=None, *, is_needed=true))]
+    fn eod(&self, token: Option<&str>, is_needed: bool) -> PyResult<Option<(String, u32)>> {
+        self.tokenizer.eod_where(is_needed, token).map_err(IntoPyErr::into_py_err)
     }
 
     fn token_id(&self, token: &str) -> Option<u32> {

@@ -382,6 +382,18 @@ impl Tokenizer {
         Ok(own.next().map(|(name, id)| (name.to_owned(), id)))
     }
 
+    /// As [`Self::eod`], where nothing may need it: a declared one that does not exist stands in nobody's way who neither
+    /// needs an end of document nor names one.
+    ///
+    /// # Errors
+    /// [`TokenizeError::UnknownToken`].
+    pub fn eod_where(&self, is_needed: bool, explicit: Option<&str>) -> Result<Option<(String, u32)>, TokenizeError> {
+        match self.eod(explicit) {
+            Err(_) if !is_needed && explicit.is_none() => Ok(None),
+            found => found,
+        }
+    }
+
     /// Ids of the special tokens, in rising order.
     pub fn special_ids(&self) -> Vec<u32> {
         let mut ids: Vec<u32> =

@@ -348,3 +348,8 @@ def test_the_command_says_which_end_of_document_it_used(tmp_path: Path, capsys: 
     assert "5 ids, by" in capsys.readouterr().out
     assert command.main(arguments) != 0
     assert '"<nada>"' in capsys.readouterr().err
+    tokenizer = Tokenizer.from_file(path)
+    stream = StreamingDataset(str(source), seq_len=1, tokenizer=tokenizer, append_eod=False)
+    assert stream.eod_id is None
+    with pytest.raises(TokenizerError, match="<nada>"):
+        StreamingDataset(str(source), seq_len=1, tokenizer=tokenizer)

@@ -70,6 +70,28 @@ impl WordEncoder {
         self.cache.bytes() + self.long.bytes()
     }
 
+    /// Finds out where the words of a batch are looked for, and asks for what lies there.
+    #[inline(always)]
+    fn probe(&self, text: &[u8], mut start: usize, ends: &[u32], probes: &mut [Probe; BATCH]) {
+        let (mut longs, mut long_count) = ([0u64; BATCH], 0);
+        for (probe, &end) in probes.iter_mut().zip(ends) {
+            let end = end as usize;
+            if end - start <= SHORT {
+                probe.key = key(text, start, end - start);
+                probe.place = self.cache.place(probe.key);
+                self.cache.prefetch(probe.place);
+            } else if end - start <= LONGEST {
+                let hash = long::hash(&text[start..end]);
+                self.long.prefetch(hash);
+                probe.place = hash as usize;
+                longs[long_count] = hash;
+                long_count += 1;
+            }
+            start = end;
+        }
+        longs[..long_count].iter().for_each(|&hash| self.long.prefetch_word(hash));
+    }
+
     /// Appends the ids of the words that end at `ends` (the first begins at 0).
     pub(crate) fn encode<T: TokenId>(
         &mut self,
@@ -84,24 +106,7 @@ impl WordEncoder {
         let mut batch_start = 0usize;
         for batch in ends.chunks(BATCH) {
             self.cache.note_seen(batch.len());
-            let (mut longs, mut long_count) = ([0u64; BATCH], 0);
-            let mut start = batch_start;
-            for (probe, &end) in probes.iter_mut().zip(batch) {
-                let end = end as usize;
-                if end - start <= SHORT {
-                    probe.key = key(text, start, end - start);
-                    probe.place = self.cache.place(probe.key);
-                    self.cache.prefetch(probe.place);
-                } else if end - start <= LONGEST {
-                    let hash = long::hash(&text[start..end]);
-                    self.long.prefetch(hash);
-                    probe.place = hash as usize;
-                    longs[long_count] = hash;
-                    long_count += 1;
-                }
-                start = end;
-            }
-            longs[..long_count].iter().for_each(|&hash| self.long.prefetch_word(hash));
+            self.probe(text, batch_start, batch, &mut probes);
             out.truncate(len);
             simd::make_room(out, BATCH * INLINE);
             out.resize(len + BATCH * INLINE, T::default());
