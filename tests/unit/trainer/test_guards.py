@@ -32,6 +32,7 @@ from megaflow_trainer.training.launch import find_code
 from megaflow_trainer.training.manifest import Ending
 from megaflow_trainer.training.oom import ShortageError, is_out_of_memory
 from megaflow_trainer.training.peers import PeerWatch
+from megaflow_trainer.training.processes import Process
 from megaflow_trainer.training.profile import format_table, measure_union
 from megaflow_trainer.training.sinks import make_strict
 from megaflow_trainer.training.spikes import SpikeWatch
@@ -125,28 +126,14 @@ def test_a_run_that_gets_on_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "stacks").exists()
 
 
-class Sibling(PeerWatch):
-    """Another rank, which is a process of its own."""
-
-    def __init__(self, store: dist.Store, process: int) -> None:
-        super().__init__(1, 2, store)
-        from megaflow_trainer.training.peers import _read_birth
-
-        host = os.uname().nodename
-        assert self.store is not None
-        self.store.set("who/1", f"{host} {process} {_read_birth(process)}")
-
-
 @pytest.mark.parametrize("how", ["killed", "with an error", "as it should"])
 def test_a_rank_that_dies_takes_the_others_with_it(how: str, capfd: pytest.CaptureFixture[str]) -> None:
     store, codes, reasons = dist.HashStore(), [], []
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        sibling = Sibling(store, process.pid)
-        watch = PeerWatch(0, 2, store, record=reasons.append, end=codes.append, patience_s=0.1)
+        ranks = [Process.find(os.getpid()), Process.find(process.pid)]
+        sibling = PeerWatch(1, ranks, store)
+        watch = PeerWatch(0, ranks, store, record=reasons.append, end=codes.append, patience_s=0.1)
         watch.start()
-        deadline = time.monotonic() + WAIT_S
-        while not watch._siblings and time.monotonic() < deadline:
-            time.sleep(0.01)
         assert watch.find_lost() is None
         if how != "killed":
             sibling.leave(is_well=how == "as it should")
@@ -167,23 +154,47 @@ def test_a_rank_that_dies_takes_the_others_with_it(how: str, capfd: pytest.Captu
     assert f"error on rank 0: rank 1 {word}; the same command goes on" in capfd.readouterr().err
 
 
-def test_a_rank_that_dies_before_the_others_have_met_is_found_too() -> None:
-    store, codes = dist.HashStore(), []
-    watch = PeerWatch(0, 3, store, end=codes.append, patience_s=WAIT_S)
-    watch.start()  # and finds nobody yet: it looks again in half a second
+def test_a_rank_that_died_before_the_watch_began_is_found_too() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        Sibling(store, process.pid)
+        ranks = [Process.find(os.getpid()), Process.find(process.pid), Process("another-machine", process.pid, "1")]
         process.kill()
         process.wait()
-    assert not watch._siblings
-    assert watch.store is not None
-    watch.store.set("who/2", "another-machine 1 1")
+    watch = PeerWatch(0, ranks, dist.HashStore())
+    assert list(watch.siblings) == [1]
     assert watch.wait_for_lost(WAIT_S) == 1
-    watch.leave(is_well=False)
+    assert watch.describe_lost() == "rank 1 died"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell when a process began")
+def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
+    own = Process.find(os.getpid())
+    assert Process.parse(str(own)) == own
+    assert own.is_here()
+    assert not own.is_gone()
+    assert Process(own.host, own.number, f"{int(own.birth) - 1}").is_gone()
+    assert Process.parse("some/odd-host/7/99") == Process("some/odd-host", 7, "99")
+    assert not Process("some/odd-host", 7, "99").is_here()
+
+
+class GoneStore(dist.HashStore):
+    """A store whose keeper has left."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("connection reset by peer")
+
+
+def test_what_a_lost_rank_left_in_a_store_that_is_gone_is_not_guessed() -> None:
+    ranks = [Process.find(os.getpid()), Process(Process.find(1).host, 1, "-")]
+    watch = PeerWatch(0, ranks, None)
+    watch.store = GoneStore()
+    assert watch.is_store_gone()
+    assert watch.describe_lost() == "the process that kept the store is gone"
+    assert watch.find_lost() == 1
+    assert watch.describe_lost() == "rank 1 died or ended with an error"
 
 
 def test_a_single_rank_watches_nobody() -> None:
-    watch = PeerWatch(0, 1, None)
+    watch = PeerWatch(0, (), None)
     watch.start()
     assert watch.wait_for_lost() is None
     watch.leave(is_well=True)

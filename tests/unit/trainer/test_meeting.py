@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from megaflow_trainer.training import meeting
-from megaflow_trainer.training.meeting import meet
+from megaflow_trainer.training.meeting import Meeting, meet
+from megaflow_trainer.training.processes import Process
 
 PATIENCE = timedelta(seconds=60)
 
@@ -23,7 +25,9 @@ def poll_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def meet_all(store: dist.Store, ranks: Sequence[int], size: int) -> list[dist.Store]:
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(lambda rank: meet(store, rank, size, patience=PATIENCE), ranks))
+        meetings = list(pool.map(lambda rank: meet(store, rank, size, patience=PATIENCE), ranks))
+    assert {meeting.ranks for meeting in meetings} == {(Process.find(os.getpid()),) * size}
+    return [meeting.store for meeting in meetings]
 
 
 def test_all_ranks_of_a_start_share_what_an_earlier_start_did_not_write() -> None:
@@ -45,7 +49,7 @@ def test_ranks_that_died_while_they_met_are_not_waited_for(survivors: list[int])
             meet(store, rank, 4, patience=timedelta(0))
     late = threading.Event()
 
-    def come(rank: int) -> dist.Store:
+    def come(rank: int) -> Meeting:
         if rank == 3:
             late.wait(60)  # until then the list may hold names of the dead
         return meet(store, rank, 4, patience=PATIENCE)
@@ -53,7 +57,7 @@ def test_ranks_that_died_while_they_met_are_not_waited_for(survivors: list[int])
     with ThreadPoolExecutor(4) as pool:
         parts = [pool.submit(come, rank) for rank in range(4)]
         late.set()
-        found = [part.result() for part in parts]
+        found = [part.result().store for part in parts]
     found[0].set("key", "value")
     assert [part.get("key") for part in found] == [b"value"] * 4
 
@@ -69,8 +73,8 @@ def test_a_list_with_a_dead_name_is_made_anew() -> None:
         assert b"dead" in board.get(f"names/{board.get('list').decode()}")
         assert not first.done()
         second = pool.submit(meet, store, 1, 2, patience=PATIENCE)
-        first.result().set("key", "value")
-        assert second.result().get("key") == b"value"
+        first.result().store.set("key", "value")
+        assert second.result().store.get("key") == b"value"
 
 
 def test_the_first_rank_says_for_whom_it_waits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,14 +43,7 @@ class FaultBoard:
         try:
             return self.store is not None and self.store.check(["any"])
         except RuntimeError:
-            return False  # nobody can tell: see `is_gone`
-
-    def is_gone(self) -> bool:
-        """Whether the store no longer answers: the process that kept it, a launcher or the first rank, has left."""
-        try:
-            return self.store is not None and self.store.check(["any"]) is None
-        except RuntimeError:
-            return True
+            return False  # nobody can tell any more
 
     def _leave(self, message: str) -> None:
         if self.store is not None:

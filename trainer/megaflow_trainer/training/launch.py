@@ -15,7 +15,7 @@ from megaflow_trainer.parallel.mesh import Launch, build_mesh, choose_device, st
 from megaflow_trainer.training.faults import FaultBoard
 from megaflow_trainer.training.guards import DivergedError
 from megaflow_trainer.training.manifest import Ending, note_end
-from megaflow_trainer.training.meeting import meet
+from megaflow_trainer.training.meeting import Meeting, meet
 from megaflow_trainer.training.oom import ShortageError
 from megaflow_trainer.training.peers import PeerWatch
 from megaflow_trainer.training.run import describe_restart, train
@@ -28,18 +28,19 @@ def launch(config: TrainConfig, notes: Sequence[str], *, rank: int, world_size: 
     """Train as one of `world_size` ranks; returns the exit code. Several ranks meet where the launcher says (env://)."""
     own = Launch(rank=rank, world_size=world_size, local_rank=local_rank)
     try:
-        store = meet(next(dist.rendezvous("env://"))[0], rank, world_size) if world_size > 1 else None
+        meeting = meet(next(dist.rendezvous("env://"))[0], rank, world_size) if world_size > 1 else None
     except (RuntimeError, ValueError) as error:  # the address is wrong, taken or silent
         FaultBoard(rank, None).report(f"the ranks did not meet: {str(error).splitlines()[0]}; start them by torchrun")
         return FAULT
     ending = Ending()
     with hold_signals(lambda: ending.has_begun):
-        return _run(config, notes, own, store, ending)
+        return _run(config, notes, own, meeting, ending)
 
 
-def _run(config: TrainConfig, notes: Sequence[str], own: Launch, store: dist.Store | None, ending: Ending) -> int:
+def _run(config: TrainConfig, notes: Sequence[str], own: Launch, meeting: Meeting | None, ending: Ending) -> int:
     """Train, and say and write down how it ended; returns the exit code."""
     rank, world_size = own.rank, own.world_size
+    store, ranks = (None, ()) if meeting is None else (meeting.store, meeting.ranks)
 
     def record(code: int, reason: str | None = None) -> int:
         """Write the exit code down, if this rank has written its start."""
@@ -49,7 +50,7 @@ def _run(config: TrainConfig, notes: Sequence[str], own: Launch, store: dist.Sto
         return code
 
     board = FaultBoard(rank, store)
-    peers = PeerWatch(rank, world_size, store, record=lambda reason: record(RANK_LOST, reason))
+    peers = PeerWatch(rank, ranks, store, record=lambda reason: record(RANK_LOST, reason))
     peers.start()
     try:
         device, backend, device_notes = choose_device(own, config.parallel.backend)
@@ -67,7 +68,8 @@ def _run(config: TrainConfig, notes: Sequence[str], own: Launch, store: dist.Sto
     except Exception as error:  # a fault of the program itself: it is raised again, unless it is another rank's echo
         if isinstance(error, RuntimeError) and board.has_any():
             return FAULT  # a connection broke because another rank left, which has said why
-        if isinstance(error, RuntimeError) and (lost := _describe_lost(peers, board)) is not None:
+        if isinstance(error, RuntimeError) and (peers.wait_for_lost() is not None or peers.is_store_gone()):
+            lost = peers.describe_lost()
             board.report(f"{lost}; {describe_restart(config)}")
             return record(RANK_LOST, lost) if peers.is_writer() else RANK_LOST
         peers.leave(is_well=False)
@@ -79,14 +81,6 @@ def _run(config: TrainConfig, notes: Sequence[str], own: Launch, store: dist.Sto
     if world_size > 1:
         dist.destroy_process_group()
     return code
-
-
-def _describe_lost(peers: PeerWatch, board: FaultBoard) -> str | None:
-    """What became of another rank whose connections broke; None if nothing became of any."""
-    lost = peers.wait_for_lost()
-    if board.is_gone():  # it may have left a word there, which nobody can read any more
-        return "the process that kept the store is gone" if lost is None else f"rank {lost} died or ended with an error"
-    return None if lost is None else f"rank {lost} died"
 
 
 def find_code(error: MegaflowError) -> int:

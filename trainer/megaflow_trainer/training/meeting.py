@@ -3,20 +3,24 @@
 torchrun keeps its store when it starts all ranks anew after a fault, and it tells them neither how often it did nor the
 same number on every node; what the dead ranks left there (a fault, a lost peer, addresses) would be taken for true.
 
-Every rank leaves a name of its own that no other start has. The first one lists the names that it finds; a rank whose
-name is in the list answers. A list with a name of a dead rank gets too few answers, and is made anew when the rank's
-successor has left its name.
+Every rank leaves a name of its own that no other start has: a random word and its process. The first one lists the
+names that it finds; a rank whose name is in the list answers. A list with a name of a dead rank gets too few answers,
+and is made anew when the rank's successor has left its name.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 import uuid
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from megaflow_trainer.training.processes import Process
 
 POLL_S = 0.1
 PATIENCE = timedelta(minutes=30)
@@ -26,30 +30,41 @@ NEWS_S = 30.0
 """How often a rank that waits says for whom."""
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """The ranks of one start."""
+
+    store: dist.Store
+    """The part of the store that is theirs alone."""
+    ranks: tuple[Process, ...]
+    """The process of every rank."""
+
+
 def meet(
     store: dist.Store, rank: int, world_size: int, *, patience: timedelta = PATIENCE, news_s: float = NEWS_S
-) -> dist.Store:
-    """Wait for all ranks of this start; returns the part of `store` that is theirs alone.
+) -> Meeting:
+    """Wait for all ranks of this start.
 
     The first rank says on stderr for whom it waits, every `news_s` seconds.
 
     Raises:
         RuntimeError: if they do not come within `patience`.
     """
-    board, own = dist.PrefixStore("meeting", store), uuid.uuid4().hex[:12]
+    board, own = dist.PrefixStore("meeting", store), f"{uuid.uuid4().hex[:12]}:{Process.find(os.getpid())}"
     board.set(f"here/{rank}", own)
     began = time.monotonic()
     news_at, deadline = began + news_s, began + patience.total_seconds()
-    answered = ""
+    answered, names = "", list[str]()
     while True:
         if rank == 0:
             _list_names(board, world_size)
         current = board.get("list").decode() if board.check(["list"]) else ""
-        if current != answered and board.get(f"names/{current}").decode().split()[rank] == own:
+        if current != answered and (listed := board.get(f"names/{current}").decode().split())[rank] == own:
             board.add(f"answers/{current}", 1)
-            answered = current
+            answered, names = current, listed
         if answered and board.add(f"answers/{answered}", 0) == world_size:
-            return dist.PrefixStore(f"start/{answered}", store)
+            ranks = tuple(Process.parse(name.partition(":")[2]) for name in names)
+            return Meeting(dist.PrefixStore(f"start/{answered}", store), ranks)
         if time.monotonic() > deadline:
             missing = _describe_missing(board, world_size)
             raise RuntimeError(f"rank {rank} waited for the other {world_size - 1} ranks in vain ({missing})")

@@ -7,17 +7,16 @@ A collective of NCCL waits for a dead peer for minutes, and a launcher gives the
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import torch.distributed as dist
 
 from megaflow_trainer.config.exit_codes import RANK_LOST
+from megaflow_trainer.training.processes import Process
 
 POLL_S = 0.5
 PATIENCE_S = 5.0
@@ -29,8 +28,8 @@ class PeerWatch:
 
     Args:
         rank: this rank.
-        world_size: all ranks.
-        store: where they met; None for a single rank, which has nothing to watch.
+        ranks: the process of every rank, as `meet` has found them; empty for a single rank, which has nothing to watch.
+        store: where they met; None for a single rank.
         record: takes why this rank ends, where it is the one that writes that down.
         end: ends the process at once, with a code.
     """
@@ -38,25 +37,24 @@ class PeerWatch:
     def __init__(
         self,
         rank: int,
-        world_size: int,
+        ranks: Sequence[Process],
         store: dist.Store | None,
         *,
         record: Callable[[str], object] = lambda reason: None,
         end: Callable[[int], object] = os._exit,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self.rank, self.world_size, self.record, self.end, self.patience_s = rank, world_size, record, end, patience_s
+        self.rank, self.record, self.end, self.patience_s = rank, record, end, patience_s
         self.store = None if store is None else dist.PrefixStore("peers", store)
+        self.siblings = {other: process for other, process in enumerate(ranks) if other != rank and process.is_here()}
+        """The other ranks of this machine."""
         self.lost: int | None = None
         """A rank that died without a word."""
-        self._over, self._met = threading.Event(), threading.Event()
-        self._siblings: dict[int, tuple[int, str]] = {}
+        self._over = threading.Event()
 
     def start(self) -> None:
-        """Tell the others how to recognise this process, and begin to watch them."""
+        """Begin to watch the others."""
         if self.store is not None:
-            # Told before this returns: a rank that dies at once is known to the others all the same.
-            self._tell(f"who/{self.rank}", f"{socket.gethostname()} {os.getpid()} {_read_birth(os.getpid())}")
             threading.Thread(target=self._watch, name="peer watch", daemon=True).start()
 
     def leave(self, *, is_well: bool) -> None:
@@ -67,84 +65,61 @@ class PeerWatch:
     def find_lost(self) -> int | None:
         """A rank of this machine that is gone without having said so; None if there is none."""
         if self.lost is None:
-            gone = [rank for rank, (process, born) in self._siblings.items() if _read_birth(process) != born]
+            gone = (rank for rank, process in self.siblings.items() if process.is_gone())
             self.lost = next((rank for rank in gone if not self._has(f"left/{rank}")), None)
         return self.lost
+
+    def wait_for_lost(self, patience_s: float = PATIENCE_S) -> int | None:
+        """As `find_lost`, with a moment for the system to clear a dead process away."""
+        deadline = time.monotonic() + patience_s
+        while self.find_lost() is None and self.siblings and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.lost
+
+    def describe_lost(self) -> str:
+        """What became of the rank that was lost, as far as this one can tell."""
+        if self.lost is None:
+            is_known = not self.is_store_gone()
+            return "a rank of another machine died" if is_known else "the process that kept the store is gone"
+        if self.is_store_gone():  # what the rank left there, nobody can read any more
+            return f"rank {self.lost} died or ended with an error"
+        return f"rank {self.lost} {'ended with an error' if self._has(f'failed/{self.lost}') else 'died'}"
 
     def is_writer(self) -> bool:
         """Whether this rank writes down how the run ended: the first one, or the second if that is the lost one."""
         return self.rank == (1 if self.lost == 0 else 0)
 
-    def wait_for_lost(self, patience_s: float = PATIENCE_S) -> int | None:
-        """As `find_lost`, with a moment for the ranks to have met and for the system to clear a dead process away."""
-        deadline = time.monotonic() + patience_s
-        if self.store is not None:
-            self._met.wait(patience_s)
-        while self.find_lost() is None and self._siblings and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return self.lost
+    def is_store_gone(self) -> bool:
+        """Whether the store no longer answers: the process that kept it, a launcher or the first rank, has left."""
+        try:
+            return self.store is not None and self.store.check(["lost"]) is None
+        except RuntimeError:
+            return True
 
     def _watch(self) -> None:
-        try:
-            self._meet()
-        except RuntimeError:
-            return  # the others never came: the start says so
-        finally:
-            self._met.set()
         while not self._over.wait(POLL_S):
             if self.find_lost() is None and not self._has("lost"):
                 continue
             self._tell("lost")
             if not self._over.wait(self.patience_s):
-                who = "a rank of another machine" if self.lost is None else f"rank {self.lost}"
-                how = "ended with an error" if self._has(f"failed/{self.lost}") else "died"
+                reason = self.describe_lost()
                 print(
-                    f"error on rank {self.rank}: {who} {how}; the same command goes on from the last checkpoint",
+                    f"error on rank {self.rank}: {reason}; the same command goes on from the last checkpoint",
                     file=sys.stderr,
                     flush=True,
                 )
                 if self.is_writer():
-                    self.record(f"{who} {how}")
+                    self.record(reason)
                 self.end(RANK_LOST)
             return
 
-    def _meet(self) -> None:
-        assert self.store is not None, "started with a store only"
-        keys = [f"who/{rank}" for rank in range(self.world_size)]
-        while not self.store.check(keys):  # never a waiting call: it would keep the other threads from the store
-            if self._over.wait(POLL_S):
-                return
-        who = [self.store.get(key).decode().split() for key in keys]
-        self._siblings = {
-            rank: (int(process), born)
-            for rank, (host, process, born) in enumerate(who)
-            if rank != self.rank and host == socket.gethostname()
-        }
-
-    def _tell(self, key: str, word: str = "") -> None:
+    def _tell(self, key: str) -> None:
         if self.store is not None:
             with suppress(RuntimeError):  # nobody is left to read it
-                self.store.set(key, word)
+                self.store.set(key, "")
 
     def _has(self, key: str) -> bool:
-        if self.store is None:
-            return False
         try:
-            return self.store.check([key])
+            return self.store is not None and self.store.check([key])
         except RuntimeError:
-            return False  # the store is gone with the launcher, which is watched elsewhere
-
-
-def _read_birth(process: int) -> str:
-    """When a process began, in ticks, which no later process of the same number shares; "-" if it is gone."""
-    if sys.platform != "linux":
-        try:
-            os.kill(process, 0)
-        except OSError:
-            return "-"
-        return "alive"
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return "-"
-    return "-" if fields[0] in ("Z", "X") else fields[19]
+            return False  # see `is_store_gone`
