@@ -26,7 +26,7 @@ from megaflow_trainer.config.memory import estimate_memory  # noqa: E402
 from megaflow_trainer.config.step_time import predict_step  # noqa: E402
 
 NOTE = "<!-- made by tools/make_pages.py: change the source and run it -->\n"
-SOURCES = ("python/megaflow", "trainer/megaflow_trainer")
+SOURCES = ("python/megaflow", "trainer", "tools")
 
 
 def make_flags() -> str:
@@ -88,19 +88,33 @@ def make_errors() -> str:
 
 
 def list_messages(path: Path) -> Iterator[str]:
-    """Messages of `raise SomeError(...)`, and faults of the configuration: the sentences in `check_...` functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """What a user may be told: the messages of errors raised and of wrong flags, the faults that checks of a
+    configuration (`check_...`) put together, and what doctor does not find good.
+    """
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
         found: list[ast.AST] = []
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args and names_error(node.exc):
-            found = [node.exc.args[0]]
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and names_error(node.exc):
+            found = list(node.exc.args[:1])
         elif isinstance(node, ast.FunctionDef) and node.name.startswith("check_"):
-            found = [part for part in ast.walk(node) if isinstance(part, ast.JoinedStr)]
+            lines = [part for part in ast.walk(node) if names(part, "Line")]
+            told = {id(part) for line in lines for part in ast.walk(line)}  # by the last rule
+            found = [part for part in ast.walk(node) if isinstance(part, ast.JoinedStr) and id(part) not in told]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "error":
+            found = list(node.args[:1])
+        elif isinstance(node, ast.Call) and names(node, "Line") and spell(node.args[0]) != "ok":
+            found = list(node.args[2:])
         yield from (message for message in map(spell, found) if len(message) > 20 and " " in message)
 
 
+def names(node: ast.AST, name: str) -> bool:
+    """Whether a node calls a function of this name."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
 def names_error(call: ast.Call) -> bool:
-    """Whether an exception is one of ours."""
-    return isinstance(call.func, ast.Name) and call.func.id.endswith("Error")
+    """Whether an exception is one of ours, or ends a command."""
+    return isinstance(call.func, ast.Name) and (call.func.id.endswith("Error") or call.func.id == "SystemExit")
 
 
 def spell(node: ast.AST) -> str:

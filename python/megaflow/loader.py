@@ -14,14 +14,12 @@ import numpy as np
 from megaflow import _core
 from megaflow.batch import Batch, MaskOptions, make_batch
 from megaflow.errors import CheckpointError, ConfigError, ForkError
+from megaflow.samples import describe_changes
 
 if TYPE_CHECKING:
     from megaflow.origin import SampleOrigin
 
 STATE_VERSION = 1
-# Entries of a dataset's description that may change between save and load: a longer run walks the same order as long as
-# its epochs are the same, and the description says what they are.
-FREE_ENTRIES = frozenset({"num_samples"})
 TOKEN_TYPES = ("uint16", "int32", "int64")
 
 
@@ -260,12 +258,7 @@ class Loader:
             # The dataset knows which differences lie behind the position, such as weights of a later phase.
             changes: list[str] = self.dataset.changes(saved, int(state["consumed_samples"]))
             return changes
-        names = sorted((saved.keys() | current.keys()) - FREE_ENTRIES)
-        return [
-            f"{name} was {saved.get(name)!r} and is {current.get(name)!r}"
-            for name in names
-            if saved.get(name) != current.get(name)
-        ]
+        return describe_changes(saved, current)
 
     def origin(self, step: int, *, global_batch_size: int | None = None) -> list[SampleOrigin]:
         """Where the samples of a global batch come from: for each its documents, with source file and line.

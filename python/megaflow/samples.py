@@ -19,7 +19,8 @@ from megaflow import _core, masks
 from megaflow.errors import ConfigError
 from megaflow.indexed import to_position
 
-# Entries of a description that may change between save and load of a run: more samples of the same order.
+# Entries of a description that may change between save and load: a longer run walks the same order as long as its
+# epochs are the same, and the description says what they are.
 FREE_ENTRIES = frozenset({"num_samples"})
 # Options that go by the end-of-document token.
 BY_EOD = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -31,6 +32,20 @@ MASK_OPTIONS = (
     "create_attention_mask",
     "document_masking",
 )
+
+
+def describe_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """In what a saved `description` differs from the one of today, in sentences, but for entries that may differ."""
+    changes = []
+    for name in sorted((saved.keys() | current.keys()) - FREE_ENTRIES):
+        old, new = saved.get(name), current.get(name)
+        if old == new:
+            continue
+        if name == "data" and isinstance(old, str) and isinstance(new, str):
+            changes.append(f"the tokens or their documents are others (content {old[:12]}, now {new[:12]})")
+        else:
+            changes.append(f"{name} was {old!r} and is {new!r}")
+    return changes
 
 
 class SampleDataset(ABC):
@@ -78,12 +93,7 @@ class SampleDataset(ABC):
         Returns:
             Sentences; none where this dataset goes on from there as the saved one would have.
         """
-        current = self.description
-        return [
-            f"{name} was {saved.get(name)!r} and is {current.get(name)!r}"
-            for name in sorted((saved.keys() | current.keys()) - FREE_ENTRIES)
-            if saved.get(name) != current.get(name)
-        ]
+        return describe_changes(saved, self.description)
 
     def __len__(self) -> int:
         return self.source.num_samples

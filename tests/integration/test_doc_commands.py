@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"(?:<!-- (run|not run: [^\n]*?) -->\n)?[ ]*```(\w*)\n(.*?)\n?[ ]*```", re.DOTALL)
+FENCE = re.compile(r"(?:<!-- (run|run: ends with \d+|not run: [^\n]*?) -->\n)?[ ]*```(\w*)\n(.*?)\n?[ ]*```", re.DOTALL)
 """A block: what is said above it, its language (none: commands), its text."""
 INLINE = re.compile(r"`([^`\n]+)`")
 FLAG = re.compile(r"--[a-z][\w-]*")
@@ -57,10 +57,13 @@ def list_commands(page: str) -> list[str]:
     """What the page asks a reader to type, of the blocks that are run; behind a "$ " where it shows the answers too."""
     lines: list[str] = []
     for mark, text in list_blocks(page):
-        if mark == "run":
-            block = textwrap.dedent(text).splitlines()
-            typed = [line[2:] for line in block if line.startswith("$ ")]
-            lines += typed or block
+        if not mark.startswith("run"):
+            continue
+        block = textwrap.dedent(text).splitlines()
+        typed = [line[2:] for line in block if line.startswith("$ ")] or block
+        if code := mark.removeprefix("run").removeprefix(": ends with "):
+            typed[-1] = f"code=0; {typed[-1]} || code=$?; test $code -eq {code}"
+        lines += typed
     return lines
 
 
@@ -87,7 +90,7 @@ def test_there_are_pages_with_commands() -> None:
 def test_every_command_runs_or_says_why_not(page: str) -> None:
     marks = [(mark, text.splitlines()[0]) for mark, text in list_blocks(page)]
     assert [line for mark, line in marks if not mark] == []
-    reasons = {mark.removeprefix("not run: ") for mark, _ in marks if mark != "run"}
+    reasons = {mark.removeprefix("not run: ") for mark, _ in marks if not mark.startswith("run")}
     assert all(why.startswith(("needs", "builds")) for why in reasons), reasons
 
 

@@ -54,6 +54,10 @@ def test_the_list_of_messages_holds_those_of_all_parts() -> None:
         "is not divisible by",
         "a blend needs at least one dataset",
         "## `crates/megaflow-indexed`",
+        "## `tools/doctor_checks.py`",
+        "## `tools/plan.py`",
+        "--ranks must be >= 1, got {...}",
+        "at least 3.10 is needed",
         "## `python/megaflow/__init__.py`",  # without the quotes a page shows "init.py" in bold
         "parallel.zero 3",
     ):

@@ -44,8 +44,16 @@ pub fn resolve_prefix(path: impl AsRef<Path>) -> Result<PathBuf, IndexError> {
     Err(IndexError::Missing {
         prefix: path.to_path_buf(),
         missing: format!("neither {first} nor {second} exists."),
-        found: neighbours(&without_extension),
+        found: if path.is_file() { from_text(path) } else { neighbours(&without_extension) },
     })
+}
+
+/// A sentence for a file that is there and is no pair: most likely the corpus itself.
+fn from_text(path: &Path) -> String {
+    format!(
+        "{0} itself is a file of another kind: if it is a corpus, `megaflow-preprocess {0}` makes the pair.",
+        path.display()
+    )
 }
 
 fn half_a_pair(prefix: &Path, present: &Path, absent: &Path) -> IndexError {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +121,10 @@ def test_missing_pair_names_what_is_there(tmp_path: Path) -> None:
         IndexedDataset(tmp_path / "corpse")
     with pytest.raises(FileNotFoundError, match="does not exist or cannot be read"):
         IndexedDataset(tmp_path / "nowhere" / "corpus")
+    text = tmp_path / "corpse.jsonl"
+    text.write_text("{}")
+    with pytest.raises(MissingFileError, match=f"a corpus, `megaflow-preprocess {re.escape(str(text))}` makes"):
+        IndexedDataset(text)
     (tmp_path / "corpus.bin").unlink()
     with pytest.raises(MissingFileError, match=r"corpus\.bin is not"):
         IndexedDataset(tmp_path / "corpus")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -257,8 +258,12 @@ def test_another_tokenizer_than_the_datas_is_refused_before_the_model_is_built(t
 def test_other_data_than_the_checkpoints_are_refused(prefix: str, tmp_path: Path) -> None:
     run_tiny(prefix, [*LENGTH, "--save", str(tmp_path)])
     longer = ["--train-iters", "8", *LENGTH[2:], "--override-opt_param-scheduler"]
-    with pytest.raises(CheckpointError, match="seed was 1234 and is 7"):
+    remedy = rf"--finetune --load {re.escape(str(tmp_path))} and another --save"
+    with pytest.raises(CheckpointError, match=rf"iter_0000006: .*seed was 1234 and is 7; .*{remedy}"):
         run_tiny(prefix, [*longer, "--save", str(tmp_path), "--seed", "7"])
+    other = write_pair(tmp_path / "other", num_documents=41)
+    with pytest.raises(CheckpointError, match=r"tokens or their documents are others \(content \w{12}, now \w{12}\)"):
+        run_tiny(other, [*longer, "--save", str(tmp_path)])
 
 
 def test_a_corpus_too_small_for_a_valid_part_trains_without_validation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from megaflow_trainer.config.sections import CheckpointConfig, TrainConfig
 from megaflow_trainer.parallel.collectives import do_on_first, gather_objects
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.seed import get_rng_state, seed_dropout, set_rng_state
+from megaflow_trainer.training.feed import Feed
 from megaflow_trainer.training.resume_megatron import continue_megatron
 from megaflow_trainer.training.say import say
 from megaflow_trainer.training.schedule_state import settle_schedule
@@ -103,6 +105,21 @@ def take_weights(config: TrainConfig, state: TrainState, mesh: Mesh) -> None:
         say(mesh, f" note: {line}")
 
 
+def go_to(feed: Feed, position: dict[str, Any], path: Path) -> None:
+    """Let the loader stand where that of a checkpoint stood.
+
+    Raises:
+        CheckpointError: if the data, or the order of their samples, are others than those of the checkpoint.
+    """
+    try:
+        feed.load_state_dict(position)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path}: {error}. Go on with the data and settings of that run, or take its weights alone to other data: "
+            f"--finetune --load {path.parent} and another --save"
+        ) from None
+
+
 @torch.no_grad()
 def load_checkpoint(path: Path, config: TrainConfig, state: TrainState, mesh: Mesh) -> Start:
     """Fill model, optimizer, random streams and the loader's position; returns where to go on."""
@@ -126,7 +143,7 @@ def load_checkpoint(path: Path, config: TrainConfig, state: TrainState, mesh: Me
     state.spread_masters()
     if config.checkpoint.loads_optimizer:
         load_scales(path, state, shapes, mesh)
-    state.feed.load_state_dict(saved["loader"])
+    go_to(state.feed, saved["loader"], path)
     if config.checkpoint.loads_optimizer and state.optimizer.scaler is not None and saved.get("loss_scale"):
         state.optimizer.scaler.load_state_dict(saved["loss_scale"])
     state.spikes.load_state_dict(saved.get("spikes"))
