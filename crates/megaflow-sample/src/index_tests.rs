@@ -1,6 +1,8 @@
 //! The index at sizes that can be counted by hand, and at sizes that no machine holds.
 
+use super::plan::THREADS_FROM;
 use super::*;
+use crate::mt19937::Mt19937;
 
 const CONFIG: IndexConfig =
     IndexConfig { seq_len: 4, num_samples: None, seed: 1, add_extra_token: true, keep_partial: false };
