@@ -116,10 +116,14 @@ def test_a_hung_run_writes_its_end_into_its_own_start(tmp_path: Path, process: i
 
 def test_a_run_that_gets_on_is_left_alone(tmp_path: Path) -> None:
     clock, codes = Clock(torch.device("cpu")), []
-    with Watchdog(clock, tmp_path, 0, hang_s=1.0, end=codes.append, patience_s=0.0):
+    hang_s, longest_s, beat_at = 1.0, 0.0, time.monotonic()
+    with Watchdog(clock, tmp_path, 0, hang_s=hang_s, end=codes.append, patience_s=0.0):
         for _ in range(30):
             clock.beat()
             time.sleep(0.05)
+            longest_s, beat_at = max(longest_s, time.monotonic() - beat_at), time.monotonic()
+    if longest_s >= hang_s / 2:
+        pytest.skip("this machine itself stood still")
     with Watchdog(clock, tmp_path, 0, hang_s=0.0, end=codes.append, patience_s=0.0):
         time.sleep(0.1)
     assert codes == []
