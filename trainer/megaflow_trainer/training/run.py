@@ -62,6 +62,8 @@ def train(config: TrainConfig, mesh: Mesh, notes: Sequence[str] = (), ending: En
         with record_end(run.folder, mesh, ending), open_saver(run) as saver:
             ending.exit_code = loop(run, saver, ending, deadline_s)
             ending.reason = "finished" if ending.exit_code == FINISHED else "stopped, to be started again"
+        if ending.exit_code == FINISHED:
+            tell_next(run)
         return ending.exit_code
 
 
@@ -164,6 +166,13 @@ def tell_saved(mesh: Mesh, log: MetricsLog, saver: Saver | None) -> None:
     for saved in saver.take_saved() if saver else []:
         log.write_event({"iteration": saved.step, "event": "checkpoint", "write_s": saved.write_s})
         say(mesh, f" saved iteration {saved.step} in {saved.path}")
+
+
+def tell_next(run: Run) -> None:
+    """Say what can be done with a run that is finished."""
+    draws = f"python tools/report.py {run.folder} draws it as a page"
+    looks = f"python tools/diagnose.py {run.folder} looks for what slowed or spoiled it"
+    say(run.mesh, f" finished: {draws}, {looks}")
 
 
 @contextmanager
