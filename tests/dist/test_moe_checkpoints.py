@@ -91,11 +91,11 @@ def saved(eight_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> di
     return {"prefix": write_pair(root / "toy"), "root": root}
 
 
-def find_run(pool: RankPool, saved: dict[str, Any], name: str) -> Path:
+def find_run(pool: RankPool, saved: dict[str, Any], name: str, *flags: str) -> Path:
     """The folder of a run of four steps on a layout, which is trained once."""
-    folder: Path = saved["root"] / name
+    folder: Path = saved["root"] / "".join([name, *flags])
     if not folder.exists():
-        train(pool, name, saved["prefix"], folder, 4)
+        train(pool, name, saved["prefix"], folder, 4, *flags)
     return folder
 
 
@@ -107,16 +107,27 @@ def compare(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> Non
         assert (one[name] - other[name]).abs().max().item() <= 2e-3 * scale, name
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+MUON = ("--optimizer", "muon")
+MUON_PAIRS = (("one", "ep2.tp2.zero3"), ("ep2.tp2.zero3", "ep2"))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "flags"),
+    [
+        *(pytest.param(*pair.values, (), marks=pair.marks, id=pair.id) for pair in PAIRS),
+        *(pytest.param(*pair, MUON, marks=pytest.mark.slow, id="-".join((*pair, "muon"))) for pair in MUON_PAIRS),
+    ],
+)
 def test_experts_saved_on_some_ranks_load_on_others(
-    eight_ranks: RankPool, saved: dict[str, Any], tmp_path: Path, source: str, target: str
+    eight_ranks: RankPool, saved: dict[str, Any], tmp_path: Path, source: str, target: str, flags: tuple[str, ...]
 ) -> None:
-    one, straight, checkpoint = (*(find_run(eight_ranks, saved, name) for name in ("one", source)), tmp_path / "from")
+    one, straight = (find_run(eight_ranks, saved, name, *flags) for name in ("one", source))
+    checkpoint = tmp_path / "from"
     compare(read_tensors(one, FIRST), read_tensors(straight, FIRST))
     checkpoint.mkdir()
     (checkpoint / f"iter_{FIRST:07d}").symlink_to(straight / f"iter_{FIRST:07d}")
     (checkpoint / "latest_checkpointed_iteration.txt").write_text(str(FIRST))
-    train(eight_ranks, target, saved["prefix"], tmp_path / "to", 4, "--load", str(checkpoint))
+    train(eight_ranks, target, saved["prefix"], tmp_path / "to", 4, "--load", str(checkpoint), *flags)
     expected, found = (
         {row["iteration"]: (row["lm_loss"], row["grad_norm"]) for row in read_metrics(folder / "log")}
         for folder in (straight, tmp_path / "to")

@@ -18,7 +18,9 @@ from helpers.ranks import RankPool
 from helpers.runs import one_rank
 from megaflow_trainer.config.layout import EXPERT_AXES
 from megaflow_trainer.model.experts import Experts
-from megaflow_trainer.parallel import apply, data, expert, fsdp, load
+from megaflow_trainer.optim import optimizer
+from megaflow_trainer.optim.rules import orthogonalise
+from megaflow_trainer.parallel import apply, data, expert, fsdp, load, matrices
 from megaflow_trainer.parallel.mesh import Mesh
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
@@ -35,6 +37,7 @@ CHUNKS = "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank
 SMALL = "--ddp-bucket-size 4000"
 BALANCE = "--moe-aux-loss-coeff 1 --moe-router-load-balancing-type"
 EVEN, GLOBALLY = f"{BALANCE} aux_loss", f"{BALANCE} global_aux_loss"
+MUON = "--optimizer muon"
 PRECISION = {"losses": 2e-5, "norms": 1e-5, "weights": 1e-4}
 
 
@@ -110,6 +113,13 @@ CASES = {
     "ep2_hybrid_zero1": Case("moe_bias", f"{EP2} {ZERO1} {HYBRID} {SMALL}", 4),
     "ep2.tp2.dp2": Case("moe", f"{EP2} {TP2} {SP} {ZERO1} {SMALL}", 8, micro=1),
     "ep4.tp2_folded": Case("moe_bias", f"{EP4} {TP2} {ETP1}", 8, micro=1),
+    "ep2_muon": Case("moe", EP2, 2, common=MUON),
+    "tp2_muon": Case("moe_bias", f"{TP2} {SP}", 2, common=MUON),
+    "ep2.tp2_muon": Case("moe_bias", f"{EP2} {TP2}", 4, common=MUON),
+    "ep2.dp2_zero1_muon": Case("moe_bias", f"{EP2} {ZERO1} {SMALL}", 4, micro=1, common=MUON),
+    "ep2.tp2_zero3_muon": Case("moe_bias", f"{EP2} {TP2} {ZERO3}", 8, micro=1, common=MUON),
+    "ep2.pp2_zero3_muon": Case("moe", f"{EP2} {PP2} {ZERO3}", 4, common=MUON),
+    "ep2_hybrid_zero2_muon": Case("moe", f"{EP2} {ZERO2} {HYBRID} {SMALL}", 8, micro=1, common=MUON),
 }
 
 
@@ -123,6 +133,7 @@ EVERY_TIME = (
         "ep2.tp2_zero3",
         "ep2.dp2.pp2_zero3",
         "ep2.tp2.dp2",
+        "ep2.tp2_zero3_muon",
         "ep2.pp2_documents",
         "tp2_etp1_even",
         "ep2_even_globally",
@@ -166,6 +177,11 @@ def forget_replicas(mesh: Mesh) -> DeviceMesh:
     return fsdp._make_mesh(mesh, alone, None, mesh.edp_shard_group)
 
 
+def take_as_one(stack: torch.Tensor, num_matrices: int) -> tuple[torch.Tensor, int]:
+    """The fault of making a rank's experts orthogonal together."""
+    return orthogonalise(stack), max(stack.shape)
+
+
 SET_FACTOR = FSDPModule.set_gradient_divide_factor
 REMOVED: dict[str, tuple[Any, str, Any]] = {
     "the ranks of gradients": (apply, "shard_experts", hold_experts_as_layers),
@@ -178,6 +194,8 @@ REMOVED: dict[str, tuple[Any, str, Any]] = {
     "zero3: the ranks of experts": (fsdp, "make_expert_mesh", fsdp.make_layer_mesh),
     "zero3: experts of other replicas": (fsdp, "make_expert_mesh", forget_replicas),
     "zero3: squares of the norm": (fsdp, "sum_over", lambda x, group, meter: None),
+    "muon: parts of experts": (matrices, "sum_over", lambda x, group, meter: None),
+    "muon: experts apart": (optimizer, "orthogonalise_each", take_as_one),
 }
 BROKEN = {
     "the ranks of gradients": Case("moe", EP2, 2),
@@ -190,6 +208,8 @@ BROKEN = {
     "zero3: the ranks of experts": Case("moe", f"{EP2} {ZERO3}", 4),
     "zero3: experts of other replicas": Case("moe", f"{EP2} {ZERO3} {HYBRID}", 4),
     "zero3: squares of the norm": Case("moe", f"{EP2} {ZERO3}", 2),
+    "muon: parts of experts": CASES["ep2.tp2_muon"],
+    "muon: experts apart": CASES["ep2.tp2_muon"],
 }
 
 

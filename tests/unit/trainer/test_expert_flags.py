@@ -166,7 +166,6 @@ def test_padding_gives_every_expert_as_many_rows_as_it_may_take() -> None:
         ("--moe-pad-expert-input-to-capacity", "needs a capacity; give model.capacity_factor"),
         ("--moe-expert-capacity-factor 0", "0 drops every token"),
         ("--moe-router-load-balancing-type sinkhorn", "must be one of none, aux_loss, seq_aux_loss, global_aux_loss"),
-        ("--optimizer muon", "takes one matrix at a time, and those of experts lie stacked; use adamw"),
     ],
 )
 def test_what_does_not_fit_is_said(flags: str, said: str) -> None:
@@ -181,11 +180,6 @@ def test_what_does_not_fit_is_said(flags: str, said: str) -> None:
         ("--expert-model-parallel-size 3", 3, "4 is not divisible by parallel.ep (--expert-model-parallel-size) 3; "),
         ("--expert-model-parallel-size 2", 3, "= 2 ranks share the experts of a layer, and do not divide the 3 ranks"),
         ("--expert-tensor-parallel-size 3", 3, "model.expert_dim (--moe-ffn-hidden-size) 128 is not divisible by"),
-        (
-            "--expert-model-parallel-size 2 --zero-stage 3 --optimizer muon",
-            2,
-            "those of experts lie stacked; use adamw",
-        ),
         (
             "--tensor-model-parallel-size 2 --moe-shared-expert-intermediate-size 15",
             2,

@@ -11,7 +11,9 @@ import torch
 from helpers.runs import one_rank
 from megaflow_trainer.config.arithmetic import count_state_bytes
 from megaflow_trainer.config.sections import ModelConfig, OptimConfig, StepConfig
+from megaflow_trainer.model.experts import count_stacked
 from megaflow_trainer.model.gpt import build_gpt
+from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.optim.clip import clip_factor
 from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
@@ -163,6 +165,36 @@ def test_muon_leaves_embeddings_and_the_head_to_adamw() -> None:
     by_muon = {name.removeprefix("momentum.") for name in saved if name.startswith("momentum.")}
     matrices = {name for name, weight in model.named_parameters() if weight.dim() > 1}
     assert matrices - by_muon == {"embedding.weight", "positions.weight", "head.weight"}
+
+
+def test_muon_makes_each_expert_orthogonal_by_itself() -> None:
+    config = ModelConfig(
+        num_layers=1,
+        hidden_dim=8,
+        num_heads=2,
+        max_positions=4,
+        vocab_size=16,
+        vocab_multiple=16,
+        num_experts=3,
+        expert_dim=20,
+    )
+    model = build_gpt(config, Sockets(), device=torch.device("cpu"), dtype=torch.float32)
+    init_weights(model, config, seed=1)
+    gradients, muon = MainGradients(model, one_rank()), dataclasses.replace(CONFIG, kind="muon")
+    optimizer = Optimizer(gradients.parameters, muon, stacks=count_stacked(model))
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    given = {main.name: main.main_grad.normal_().clone() for main in gradients.parameters}
+    optimizer.step(1e-2)
+    stacked = [name for name in before if ".experts." in name and name.endswith(".weight")]
+    assert len(stacked) == 2
+    for name in stacked:
+        weight, found = before[name].view(3, 20, 8), model.get_parameter(name).detach().view(3, 20, 8)
+        for own, grad, moved in zip(weight, given[name].view(3, 20, 8), found, strict=True):
+            w = own * (1 - 1e-3) - 1e-2 * 0.2 * 20**0.5 * orthogonalise(1.95 * grad)
+            torch.testing.assert_close(moved, w)
+    by_adam = {name.removeprefix("exp_avg.") for name in optimizer.list_tensors() if name.startswith("exp_avg.")}
+    assert {name for name in before if ".experts." in name} - by_adam == set(stacked)  # biases: a row an expert
+    assert "momentum.blocks.0.mlp.router.weight" in optimizer.list_tensors()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lion", "sgd", "muon"])

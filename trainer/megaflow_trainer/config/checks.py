@@ -142,8 +142,6 @@ def check_parallel(config: TrainConfig, *, world_size: int) -> list[str]:
             f"parallel.zero 3 gathers weights block by block, and recompute.num_layers {config.recompute.num_layers} "
             "computes blocks together; give recompute.num_layers 1"
         )
-    if config.model.num_experts is not None and config.optim.kind == "muon":
-        faults.append("optim.kind muon takes one matrix at a time, and those of experts lie stacked; use adamw")
     sizes = check_ranks(own, world_size=world_size)
     shape = check_tensor(config.model, own) + check_sequence(config.model, own, seq_len=config.data.seq_len)
     shape += check_expert_ranks(config.model, own, seq_len=config.data.seq_len)

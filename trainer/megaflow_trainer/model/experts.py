@@ -82,3 +82,13 @@ class Experts(nn.Module):
     def _spread(self, bias: Tensor, counts: Tensor, num_rows: int) -> Tensor:
         """The bias of each row's expert, `[e, ...]` to `[r, ...]`."""
         return bias.repeat_interleave(counts, dim=0, output_size=num_rows)
+
+
+def count_stacked(model: nn.Module) -> dict[str, int]:
+    """Weights of `model` in which matrices of experts lie one below the other, and how many lie in each here."""
+    return {
+        f"{name}.{key}.weight": module.num_experts
+        for name, module in model.named_modules()
+        if isinstance(module, Experts)
+        for key, _ in module.named_children()
+    }

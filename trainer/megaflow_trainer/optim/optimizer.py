@@ -7,7 +7,7 @@ AdamW on a GPU moves everything in one pass (`fused.py`); else a rule moves its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from megaflow_trainer.config.sections import OptimConfig
 from megaflow_trainer.optim.apex import ApexAdam
 from megaflow_trainer.optim.fused import FusedAdam, Moved, make_fused
-from megaflow_trainer.optim.rules import Adam, Lion, Muon, Rule, Sgd, Slot, is_uniform, orthogonalise
+from megaflow_trainer.optim.rules import Adam, Lion, Muon, Rule, Sgd, Slot, is_uniform, orthogonalise_each
 from megaflow_trainer.optim.scaler import LossScaler
 from megaflow_trainer.parallel.buckets import MainParameter
 from megaflow_trainer.parallel.matrices import Matrices
@@ -36,6 +36,11 @@ class Group:
     lr_factor: float
 
 
+def is_inner(name: str) -> bool:
+    """Whether Muon moves a weight of several dims: embeddings are no maps, nor are biases, a row for each expert."""
+    return name not in _EMBEDDINGS and not name.endswith(".bias")
+
+
 class Optimizer:
     """Masters and states by the names of the model's parameters.
 
@@ -46,6 +51,7 @@ class Optimizer:
         kernel: of AdamW: native or apex.
         scaler: the loss scale of fp16; None in other precisions.
         matrices: puts whole matrices together for Muon; not needed where each lies on one rank.
+        stacks: weights that are several matrices one below the other, and how many of them this rank has.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class Optimizer:
         kernel: str = "native",
         scaler: LossScaler | None = None,
         matrices: Matrices | None = None,
+        stacks: Mapping[str, int] | None = None,
     ) -> None:
         self.weights = {main.name: main.weight for main in parameters}
         self.masters = {main.name: _make_master(main, config) for main in parameters}
@@ -64,6 +71,7 @@ class Optimizer:
         self.main_grads = {main.name: main.main_grad for main in parameters}
         self.scaler, self.is_offloaded = scaler, config.is_offloaded
         self.matrices = matrices if config.kind == "muon" else None
+        self.stacks = stacks or {}
         self.weight_decay = config.weight_decay
         self.slots: dict[str, Slot] = {}
         self.groups: list[Group] = []
@@ -90,11 +98,11 @@ class Optimizer:
         found: dict[tuple[Rule, float, float], list[Slot]] = {}
         for name, master in self.masters.items():
             is_matrix = self.is_matrix[name]
-            rule = main if is_matrix and name not in _EMBEDDINGS else rest
+            rule = main if is_matrix and is_inner(name) else rest
             decay = 1.0 if is_matrix and not any(fnmatch(name, pattern) for pattern in config.no_decay) else 0.0
             lr = mup_ratio if is_matrix and name.startswith(("blocks.", "further.")) else 1.0
             grad = torch.empty_like(self.main_grads[name], device="cpu") if self.is_offloaded else self.main_grads[name]
-            slot = Slot(master.detach(), grad, rule.make_state(master), name)
+            slot = Slot(master.detach(), grad, rule.make_state(master), name, self.stacks.get(name, 1))
             self.slots[name] = slot
             found.setdefault((rule, decay, lr), []).append(slot)
         self.groups = [Group(rule, slots, decay, lr) for (rule, decay, lr), slots in found.items()]
@@ -159,13 +167,13 @@ class Optimizer:
         dtype = next(
             (torch.promote_types(master.dtype, torch.float32) for master in self.masters.values()), torch.float32
         )
-        names = [name for name in matrices.names if name not in _EMBEDDINGS]
+        names = [name for name in matrices.names if is_inner(name)]
         for name, whole in matrices.join(names, aims, device=device, dtype=dtype):
             if name in own and isinstance(rule, Muon):
                 group, slot = own[name]
-                direction = matrices.cut(name, orthogonalise(whole))
+                direction, width = orthogonalise_each(whole, slot.num_matrices)
                 rates = {"lr": lr * group.lr_factor, "decay": decay * group.decay_factor}
-                rule.move(slot, direction, max(whole.shape), **rates)
+                rule.move(slot, matrices.cut(name, direction), width, **rates)
 
     def list_states(self, name: str) -> dict[str, Tensor]:
         """What there is to save of one weight, by kind: states, and the master where the weight does not hold it."""

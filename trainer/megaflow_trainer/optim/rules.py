@@ -23,6 +23,8 @@ class Slot:
     grad: Tensor
     state: dict[str, Tensor]
     name: str = ""
+    num_matrices: int = 1
+    """How many matrices lie in it one below the other: those of experts."""
 
 
 class Rule(Protocol):
@@ -157,8 +159,8 @@ class Muon:
     def update(self, slots: Sequence[Slot], *, lr: float, decay: float) -> None:
         """Weight by weight."""
         for slot in slots:
-            aim = self.aim(slot)
-            self.move(slot, orthogonalise(aim), max(aim.shape), lr=lr, decay=decay)
+            direction, width = orthogonalise_each(self.aim(slot), slot.num_matrices)
+            self.move(slot, direction, width, lr=lr, decay=decay)
 
     def aim(self, slot: Slot) -> Tensor:
         """The direction g + momentum m, for all elements of a slot by themselves; moves the momentum."""
@@ -168,20 +170,31 @@ class Muon:
         return g + self.momentum * m
 
     def move(self, slot: Slot, direction: Tensor, width: int, *, lr: float, decay: float) -> None:
-        """Move a slot by its part of a direction made orthogonal; `width` is the longer side of the whole matrix."""
+        """Move a slot by its part of a direction made orthogonal; `width` is the longer side of a whole matrix."""
         size = lr * 0.2 * width**0.5
         slot.master.copy_(_widen(slot.master) * (1 - lr * decay) - size * direction)
 
 
+def orthogonalise_each(stack: Tensor, num_matrices: int) -> tuple[Tensor, int]:
+    """`orthogonalise` of each of the matrices that lie one below the other in `stack`, `[n rows, columns]`; and the
+    longer side of one.
+    """
+    if num_matrices == 1:
+        return orthogonalise(stack), max(stack.shape)
+    matrices = stack.unflatten(0, (num_matrices, -1))
+    return orthogonalise(matrices).flatten(0, 1), max(matrices.shape[1:])
+
+
 def orthogonalise(matrix: Tensor, *, num_rounds: int = 5) -> Tensor:
-    """A matrix with the singular vectors of `matrix`, `[rows, columns]`, and singular values near 1.
+    """A matrix with the singular vectors of `matrix`, `[..., rows, columns]`, and singular values near 1.
 
     Newton-Schulz rounds of the quintic 3.4445 x - 4.7750 x^3 + 2.0315 x^5, whose slope at 0 is steep: singular values
     end between about 0.7 and 1.2.
     """
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / (x.norm() + 1e-7)
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if is_tall else matrix
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(num_rounds):
-        square = x @ x.T
+        square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    return x.mT if is_tall else x

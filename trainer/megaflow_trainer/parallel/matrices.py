@@ -3,14 +3,19 @@
 Tensor parallelism and ZeRO leave a rank some rows, columns or a run of a matrix. Moments are kept of these alone; the
 direction of a step is put together, on every rank that needs it, and each moves what it has.
 
+Experts lie one below the other in one weight. What is whole of it is the experts that this rank has a part of: others
+have the rest.
+
 Communication. A step and matrix one all-reduce in fp32 of the tensor-parallel part among the ranks that ZeRO divides
-states over, and one of the whole among tensor-parallel ranks, each where there are such ranks.
+states over, and one of the whole among tensor-parallel ranks, each where there are such ranks; of experts, among the
+ranks with the same experts and among those that share each of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +23,7 @@ from torch import Tensor
 from megaflow_trainer.parallel.buckets import MainParameter
 from megaflow_trainer.parallel.collectives import sum_over
 from megaflow_trainer.parallel.mesh import Mesh
-from megaflow_trainer.parallel.shards import ShardMap
+from megaflow_trainer.parallel.shards import Shard, ShardMap
 
 
 class Matrices:
@@ -29,12 +34,22 @@ class Matrices:
         parts: what it holds.
         mesh: the ranks.
         is_divided: whether ZeRO divides states.
+        stacks: weights of experts.
     """
 
-    def __init__(self, parameters: Sequence[MainParameter], parts: ShardMap, mesh: Mesh, *, is_divided: bool) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[MainParameter],
+        parts: ShardMap,
+        mesh: Mesh,
+        *,
+        is_divided: bool,
+        stacks: Collection[str] = (),
+    ) -> None:
         self.own = {main.name: main for main in parameters}
         self.shards = {name: shard for name, shard in parts.shards.items() if len(shard.shape) > 1}
-        self.mesh, self.shard_group = mesh, mesh.shard_group if is_divided else None
+        self.mesh, self.is_divided, self.experts, self.stacks = mesh, is_divided, parts.experts, frozenset(stacks)
+        self.shards |= {name: keep_experts(self.shards[name], mesh) for name in self.stacks}
 
     @property
     def names(self) -> list[str]:
@@ -55,13 +70,14 @@ class Matrices:
     def _join_runs(self, name: str, run: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The tensor-parallel part."""
         shape = self.shards[name].local_shape
-        if self.shard_group is None:
+        group = self.mesh.edp_shard_group if name in self.experts else self.mesh.shard_group
+        if group is None or not self.is_divided:
             assert run is not None, "nobody else steps it"
             return run.view(shape)
         flat = torch.zeros(math.prod(shape), device=device, dtype=dtype)
         if run is not None:
             flat[self.own[name].start :][: run.numel()] = run.flatten()
-        sum_over(flat, self.shard_group, self.mesh.meter("dp"))
+        sum_over(flat, group, self.mesh.meter("dp"))
         return flat.view(shape)
 
     def _join_parts(self, name: str, local: Tensor) -> Tensor:
@@ -70,7 +86,9 @@ class Matrices:
             return local
         whole = local.new_zeros(shard.shape)
         shard.put(local, whole)
-        sum_over(whole, self.mesh.tp_group, self.mesh.meter("tp"))
+        is_stack = name in self.stacks
+        group = self.mesh.etp_group if is_stack else self.mesh.tp_group
+        sum_over(whole, group, self.mesh.meter("ep" if is_stack else "tp"))
         return whole
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
@@ -78,3 +96,11 @@ class Matrices:
         main = self.own[name]
         local = self.shards[name].take(whole).flatten()
         return local[main.start : main.start + main.weight.numel()].view(main.weight.shape)
+
+
+def keep_experts(shard: Shard, mesh: Mesh) -> Shard:
+    """What a rank holds of its own experts, from what it holds of all of them."""
+    rows = shard.shape[0] // mesh.layout.ep
+    first = mesh.ep_rank * rows
+    pieces = tuple(replace(piece, start=piece.start - first) for piece in shard.pieces)
+    return Shard((rows, *shard.shape[1:]), shard.dim, pieces)

@@ -17,6 +17,7 @@ from megaflow_trainer.config.cost_table import choose_parts
 from megaflow_trainer.config.layout import Layout
 from megaflow_trainer.config.sections import KernelConfig, TrainConfig
 from megaflow_trainer.config.stages import describe_stages
+from megaflow_trainer.model.experts import count_stacked
 from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
@@ -185,9 +186,9 @@ def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:
     base = config.model.mup_base_dim
     ratio = 1.0 if base is None or config.optim.kind != "adamw" else base / config.model.hidden_dim
     parameters, own = model.gradients.parameters, config.parallel
-    matrices = None
-    if config.optim.kind == "muon" and (own.tp > 1 or own.zero > 0):
-        matrices = Matrices(parameters, model.parts, model.gradients.mesh, is_divided=own.zero > 0)
+    stacks, matrices, mesh = count_stacked(model.module), None, model.gradients.mesh
+    if config.optim.kind == "muon" and (own.tp > 1 or mesh.layout.etp > 1 or own.zero > 0):
+        matrices = Matrices(parameters, model.parts, mesh, is_divided=own.zero > 0, stacks=stacks)
     return Optimizer(
         parameters,
         config.optim,
@@ -195,6 +196,7 @@ def build_optimizer(model: ParallelModel, config: TrainConfig) -> Optimizer:
         kernel=config.kernels.adam,
         scaler=build_scaler(config.step),
         matrices=matrices,
+        stacks=stacks,
     )
 
 
