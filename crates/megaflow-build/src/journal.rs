@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{BuildError, JobOptions, OnBadRecord};
 
-const JOURNAL_VERSION: u32 = 2;
+const JOURNAL_VERSION: u32 = 3;
 /// The setting that says what a bad record does, and its values.
 const BAD_RECORDS: &str = "policy for bad records";
 const POLICIES: [&str; 2] = ["stop", "skip"];
@@ -55,14 +55,17 @@ impl JobName {
             ("json keys", format!("{:?}", options.json_keys)),
             ("input format", options.format.map_or("auto", megaflow_source::Format::name).to_owned()),
             ("invalid UTF-8", if options.replace_invalid_utf8 { "replace" } else { "bad" }.to_owned()),
-            ("partition", format!("{:?}", options.every)),
-            ("end of document", format!("{:?}", options.append_eod)),
+            (
+                "partition",
+                options.every.map_or_else(|| "none".to_owned(), |(index, count)| format!("{index} of {count}")),
+            ),
+            ("end of document", name_token(options.append_eod)),
             ("empty documents", format!("{:?}", options.empty_documents)),
             (BAD_RECORDS, POLICIES[usize::from(options.on_bad_record == OnBadRecord::Skip)].to_owned()),
             ("special tokens in text", format!("{:?}", options.encode.special_tokens_in_text)),
             ("added special tokens", options.encode.add_special_tokens.to_string()),
-            ("BOS of documents", format!("{:?}", ends.bos)),
-            ("EOS of documents", format!("{:?}", ends.eos)),
+            ("BOS of documents", name_token(ends.bos)),
+            ("EOS of documents", name_token(ends.eos)),
             ("sentences", options.sentences.as_ref().map_or_else(|| "whole texts".to_owned(), |split| split.name())),
             ("tokenizer", tokenizer.fingerprint().to_owned()),
         ];
@@ -96,6 +99,11 @@ impl JobName {
         let same_path = pair.0.path == pair.1.path;
         Some(if same_path { format!("{now} has changed since") } else { format!("it read {before}, this one {now}") })
     }
+}
+
+/// A token that may be added, in a message.
+fn name_token(id: Option<u32>) -> String {
+    id.map_or_else(|| "none".to_owned(), |id| format!("token {id}"))
 }
 
 /// What is durable.

@@ -240,7 +240,7 @@ fn a_journal_of_another_job_is_refused_until_restart() {
     assert!(folder.path().join("out.partial/journal.json").exists());
     let refused = |options: &JobOptions| run(options).unwrap_err().to_string();
     let message = refused(&JobOptions { append_eod: None, ..base.clone() });
-    assert!(message.contains("end of document was Some(3) and is None") && message.contains("--restart"), "{message}");
+    assert!(message.contains("end of document was token 3 and is none") && message.contains("--restart"), "{message}");
     fs::write(folder.path().join("in.jsonl"), "{\"text\": \"a\"}\n").unwrap();
     assert!(refused(&base).contains("in.jsonl has changed since"));
     assert!(folder.path().join("out.partial/journal.json").exists(), "a refusal leaves the work alone");
