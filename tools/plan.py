@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python"), str(ROOT / "tools")]
 
 from doors import ShowVersion, run_door  # noqa: E402
+from megaflow.cli.options import show_counts  # noqa: E402
 from megaflow.errors import ConfigError, MegaflowError  # noqa: E402
 from megaflow_trainer.config.arithmetic import count_parameters  # noqa: E402
 from megaflow_trainer.config.command import read_command  # noqa: E402
@@ -30,12 +31,12 @@ from megaflow_trainer.config.planner import (  # noqa: E402
     Choice,
     Cluster,
     count_checkpoint_bytes,
-    plan,
     recommend,
+    search,
 )
 from megaflow_trainer.config.presets import PRESETS  # noqa: E402
 from megaflow_trainer.config.step_time import LINK_RATE, PASSES, PRODUCT_RATE, bubble_share  # noqa: E402
-from plan_rows import find_nearest, format_rows, judge_rows, summarise  # noqa: E402
+from plan_rows import format_rows, judge_rows, summarise  # noqa: E402
 
 DEFAULTS = (
     ["--seq-length", "4096"],
@@ -64,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = parser.parse_known_args(argv)
     try:
         if options.rows:
-            print(json.dumps(list(judge_rows()), indent=1) if options.json else format_rows())
+            with show_counts("planning", "rows") as progress:
+                entries = list(judge_rows(progress))
+            print(json.dumps(entries, indent=1) if options.json else format_rows(entries))
             return 0
         return show_plan(options, flags)
     except MegaflowError as error:
@@ -136,13 +139,14 @@ def show_plan(options: argparse.Namespace, flags: Sequence[str]) -> int:
         gpus_per_node=min(options.gpus_per_node, options.gpus),
     )
     base = fill_in(flags)
-    choices = plan(base, cluster, options.micro_batch_size)
-    best = recommend(choices)
+    with show_counts("planning", "layouts") as progress:
+        found = search(base, cluster, options.micro_batch_size, progress)
+    choices, best = found.choices, recommend(found.choices)
     if options.json:
         print(json.dumps(describe_json(choices[: options.top], best, cluster, flags), indent=1))
         return 0 if choices else 1
     if best is None:
-        print(explain_nothing(base, cluster), file=sys.stderr)
+        print(explain_nothing(found.nearest, cluster), file=sys.stderr)
         return 1
     print(format_head(best, cluster))
     print(format_table(choices[: options.top]))
@@ -151,9 +155,8 @@ def show_plan(options: argparse.Namespace, flags: Sequence[str]) -> int:
     return 0
 
 
-def explain_nothing(base: list[str], cluster: Cluster) -> str:
+def explain_nothing(nearest: Choice | None, cluster: Cluster) -> str:
     """The layout that needs least, by how much it does not fit, and what could be changed."""
-    nearest = find_nearest(base, cluster)
     if nearest is None:
         return "error: the trainer takes no layout of this model on these GPUs"
     short = (nearest.total_bytes - cluster.usable_bytes) / 1e9

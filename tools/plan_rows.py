@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from megaflow_trainer.config.arithmetic import count_expert_parameters, count_parameters
@@ -13,7 +13,6 @@ from megaflow_trainer.config.planner import (
     Cluster,
     count_checkpoint_bytes,
     find_remedy,
-    list_flags,
     plan,
     recommend,
 )
@@ -99,7 +98,7 @@ def judge_named(row: Row) -> tuple[Choice | None, Cluster]:
     flags += ["--tensor-model-parallel-size", str(row.tp), "--sequence-parallel"] if (row.tp or 1) > 1 else []
     flags += ["--pipeline-model-parallel-size", str(row.pp)] if row.pp > 1 else []
     flags += ["--context-parallel-size", str(row.cp)] if row.cp > 1 else []
-    return find_remedy(flags, cluster, is_divided=row.dp * row.cp > 1)[0], cluster
+    return find_remedy(flags, cluster, is_divided=row.dp * row.cp > 1), cluster
 
 
 def describe_fit(choice: Choice, cluster: Cluster) -> str:
@@ -110,9 +109,10 @@ def describe_fit(choice: Choice, cluster: Cluster) -> str:
     return f"does not fit: {need:.1f} of {usable:.0f} GB, {need - usable:.1f} GB too much"
 
 
-def judge_rows() -> Iterator[dict[str, Any]]:
-    """Every row: the named layout, the planner's, and why."""
-    for row in ROWS:
+def judge_rows(progress: Callable[[int, int], None] = lambda done, total: None) -> Iterator[dict[str, Any]]:
+    """Every row: the named layout, the planner's, and why; `progress` is called with rows done and in all."""
+    for number, row in enumerate(ROWS):
+        progress(number, len(ROWS) + 1)
         entry: dict[str, Any] = {"name": row.name, "gpus": row.num_gpus, "memory_gb": row.memory_gb, "notes": []}
         named = None
         if row.tp is not None:
@@ -185,16 +185,16 @@ def judge_mixtral() -> dict[str, Any]:
     axes = ["--micro-batch-size", "1", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     for name, num_gpus in (("named", 8), ("best", 32)):
         cluster = make_cluster(row, num_gpus)
-        choice, _ = find_remedy([*base_flags(row), *axes, "--expert-model-parallel-size", "4"], cluster)
+        choice = find_remedy([*base_flags(row), *axes, "--expert-model-parallel-size", "4"], cluster)
         assert choice is not None, "the trainer takes it"
         entry[name] = {"layout": str(choice.layout), "gpus": num_gpus} | summarise(choice, cluster)
     return entry
 
 
-def format_rows() -> str:
+def format_rows(entries: Iterable[dict[str, Any]]) -> str:
     """The rows as text."""
     lines = []
-    for entry in judge_rows():
+    for entry in entries:
         lines.append(f"{entry['name']} ({entry['memory_gb']:g} GB each)")
         for key, title in (("named", "named  "), ("best", "planner")):
             part = entry.get(key)
@@ -214,10 +214,3 @@ def format_rows() -> str:
             lines.append(f"          a checkpoint takes {entry['checkpoint_gb']:,.0f} GB")
         lines += [f"  note: {note}" for note in entry["notes"]]
     return "\n".join(lines)
-
-
-def find_nearest(base: list[str], cluster: Cluster) -> Choice | None:
-    """The layout that needs least, where nothing fits."""
-    nothing = replace(cluster, memory_gb=0.0, reserve_gb=0.0)
-    found = [find_remedy(flags, nothing, is_divided=is_divided)[0] for flags, is_divided in list_flags(base, cluster)]
-    return min((choice for choice in found if choice is not None), key=lambda choice: choice.total_bytes, default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ import pytest
 
 import plan
 import plan_rows
-from megaflow_trainer.config import read_command
+from megaflow_trainer.config import planner, read_command
 from megaflow_trainer.config.activations import GPU
+from megaflow_trainer.config.expert_section import read_pattern
 from megaflow_trainer.config.hardware import find_gpu
 from megaflow_trainer.config.memory import estimate_memory, find_fullest
 from megaflow_trainer.config.planner import Cluster, evaluate
 from megaflow_trainer.config.planner import plan as rank_layouts
-from megaflow_trainer.config.step_time import predict_step
+from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.config.step_time import StepTime, predict_step
 
+ROOT = Path(__file__).resolve().parents[3]
 H100 = Cluster(gpu=find_gpu("H100"), num_gpus=8, memory_gb=80)
 
 
@@ -55,8 +59,49 @@ def test_every_recommended_layout_is_shown_as_fitting_or_not(
 
 def test_all_rows_are_shown(rows: dict[str, Any]) -> None:
     assert len(rows) == 10
-    text = plan_rows.format_rows()
+    text = plan_rows.format_rows(rows.values())
     assert all(name in text for name in rows)
+
+
+def test_the_table_is_the_one_that_was_recorded(rows: dict[str, Any]) -> None:
+    """Recorded by `python tools/plan.py --rows --json`; record it again where a formula is meant to change."""
+    recorded = json.loads((ROOT / "tests/golden/planner_rows.json").read_text(encoding="utf-8"))
+    assert json.loads(json.dumps(list(rows.values()))) == recorded
+
+
+def test_a_search_computes_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted: list[TrainConfig] = []
+
+    def count(config: TrainConfig, *rest: Any, **names: Any) -> StepTime:
+        predicted.append(config)
+        return predict_step(config, *rest, **names)
+
+    monkeypatch.setattr(planner, "predict_step", count)
+    read_pattern.cache_clear()
+    base = flags("--preset deepseek_v3 --seq-length 4096 --global-batch-size 64")
+    calls: list[tuple[int, int]] = []
+    found = planner.search(base, H100, progress=lambda done, total: calls.append((done, total)))
+    layouts = len(list(planner.list_flags(base, H100)))
+    assert found.choices == []  # 671B on eight GPUs
+    assert found.nearest is not None
+    assert 0 < len(predicted) <= layouts  # one of the nine combinations of ZeRO and recompute of a layout
+    assert read_pattern.cache_info().misses == 1
+    assert calls == [(number, layouts) for number in range(1, layouts + 1)]
+
+
+def test_a_long_search_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--gpus", "8", "--preset", "llama2_7b", "--json"]
+    assert plan.main(words) == 0
+    brief = capsys.readouterr()
+    assert brief.err == ""  # nothing for a search that is over at once
+    monkeypatch.setattr("megaflow.cli.options.PLAIN_LINE_EVERY_S", 0.0)
+    assert plan.main(words) == 0
+    said = capsys.readouterr()
+    assert said.out == brief.out
+    assert re.match(r"planning \d+%: 1 layouts, [\d,]+ layouts/s\n", said.err)
+    assert said.err.splitlines()[-1].startswith("planning 100%: ")
+    assert plan.main(["--rows", "--json"]) == 0
+    assert "planning 10%: 1 rows" in capsys.readouterr().err
 
 
 def test_slips_of_the_guides_are_named(rows: dict[str, Any]) -> None:
@@ -74,7 +119,7 @@ def flags(text: str) -> list[str]:
     return f"--bf16 --train-iters 1 --data-path x {text}".split()
 
 
-MEASURED = json.loads((Path(__file__).parents[3] / "docs/measured/planner_h200.json").read_text(encoding="utf-8"))
+MEASURED = json.loads((ROOT / "docs/measured/planner_h200.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("run", MEASURED["runs"], ids=lambda run: run["flags"])

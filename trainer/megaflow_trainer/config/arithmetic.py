@@ -5,6 +5,8 @@ Legend: L layers, h hidden, f ffn, v vocabulary (padded), p positions, s sequenc
 
 from __future__ import annotations
 
+from collections import Counter
+
 from megaflow_trainer.config.sections import ModelConfig, OptimConfig, StepConfig
 
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
@@ -33,9 +35,10 @@ def count_parameters(model: ModelConfig, *, is_active: bool = False) -> int:
     embeddings = model.vocab_rows * h * (1 if model.tied_embeddings else 2)
     if model.position_kind == "learned_absolute":
         embeddings += (model.max_positions or 0) * h
+    kinds = Counter(model.has_experts(number) for number in range(model.num_layers + model.num_mtp_layers))
     blocks = sum(
-        count_block_parameters(model, has_experts=model.has_experts(number), is_active=is_active)
-        for number in range(model.num_layers + model.num_mtp_layers)
+        count * count_block_parameters(model, has_experts=has_experts, is_active=is_active)
+        for has_experts, count in kinds.items()
     )
     return embeddings + blocks + _count_norm(model, h) + model.num_mtp_layers * (2 * h * h + 3 * _count_norm(model, h))
 

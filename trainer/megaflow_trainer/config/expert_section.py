@@ -5,6 +5,7 @@ choice even.
 from __future__ import annotations
 
 import ast
+import functools
 import math
 from dataclasses import dataclass
 
@@ -88,7 +89,8 @@ def list_expert_faults(own: ExpertConfig) -> list[str]:
     )
 
 
-def read_pattern(text: str, num_layers: int) -> list[bool]:
+@functools.lru_cache(maxsize=64)
+def read_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     """Which of `num_layers` layers have experts.
 
     Raises:
@@ -98,10 +100,10 @@ def read_pattern(text: str, num_layers: int) -> list[bool]:
     if isinstance(value, int):
         if value < 1:
             raise ValueError(f"every {value}-th layer")
-        return [number % value == 0 for number in range(num_layers)]
+        return tuple(number % value == 0 for number in range(num_layers))
     if len(value) != num_layers or any(item not in (0, 1) for item in value):
         raise ValueError(f"{len(value)} entries for {num_layers} layers")
-    return [item == 1 for item in value]
+    return tuple(item == 1 for item in value)
 
 
 _LONGEST = 100_000

@@ -41,6 +41,7 @@ def list_fields() -> dict[str, Field]:
     return found
 
 
+@functools.cache
 def sections() -> dict[str, type]:
     """The section classes by name; the run itself is the section without a name."""
     hints = typing.get_type_hints(TrainConfig)

@@ -6,6 +6,7 @@ so), NOT_BUILT (the feature is not in this version; only the value that means "o
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -341,6 +342,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 )
 
 
+@functools.cache
 def find_spelling(field: str) -> str:
     """The flag that sets a field, for messages; the dotted name if there is none."""
     return next((flag.name for flag in FLAGS if flag.field == field and not flag.is_switch), field)

@@ -7,7 +7,7 @@ the least recompute that makes it fit (none, what is cheap, everything), and the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megaflow.errors import ConfigError
@@ -48,8 +48,8 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
-    """One layout, what it needs and how fast it would be."""
+class Need:
+    """One layout and what it needs."""
 
     flags: tuple[str, ...]
     config: TrainConfig
@@ -57,7 +57,6 @@ class Choice:
     host: dict[str, int]
     stage: int
     """The pipeline stage that needs most; `device` and `host` are about its ranks."""
-    time: StepTime
 
     @property
     def total_bytes(self) -> int:
@@ -70,24 +69,49 @@ class Choice:
         return find_layout(self.config)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice(Need):
+    """One layout, what it needs and how fast it would be."""
+
+    time: StepTime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a search found."""
+
+    choices: list[Choice]
+    """Layouts that fit, the fastest first."""
+    nearest: Choice | None
+    """Of those that do not fit the one that needs least."""
+
+
 def evaluate(flags: Sequence[str], cluster: Cluster) -> Choice:
     """Memory and speed of a command line.
 
     Raises:
         ConfigError: if the trainer would refuse it.
     """
+    return _predict(_measure(flags, cluster), cluster)
+
+
+def _measure(flags: Sequence[str], cluster: Cluster) -> Need:
     config, _ = read_command(flags, world_size=cluster.num_gpus)
     if config.model.vocab_size is None:
         raise ConfigError("the vocabulary is not known yet: give --vocab-size, or a --preset")
     stage = find_fullest(config)
     device, host = estimate_memory(config, pp_rank=stage)
+    return Need(flags=tuple(flags), config=config, device=device, host=host, stage=stage)
+
+
+def _predict(need: Need, cluster: Cluster) -> Choice:
     return Choice(
-        flags=tuple(flags),
-        config=config,
-        device=device,
-        host=host,
-        stage=stage,
-        time=predict_step(config, cluster.gpu, gpus_per_node=cluster.gpus_per_node),
+        flags=need.flags,
+        config=need.config,
+        device=need.device,
+        host=need.host,
+        stage=need.stage,
+        time=predict_step(need.config, cluster.gpu, gpus_per_node=cluster.gpus_per_node),
     )
 
 
@@ -105,24 +129,41 @@ def _divisors(total: int, most: int) -> list[int]:
 
 
 def plan(base: Sequence[str], cluster: Cluster, micro_batches: Sequence[int] = (1,)) -> list[Choice]:
-    """Layouts that fit, the fastest first.
+    """Layouts that fit, the fastest first; arguments and errors are those of `search`."""
+    return search(base, cluster, micro_batches).choices
+
+
+def search(
+    base: Sequence[str],
+    cluster: Cluster,
+    micro_batches: Sequence[int] = (1,),
+    progress: Callable[[int, int], None] | None = None,
+) -> Found:
+    """Every layout of a model on GPUs.
 
     Args:
         base: the trainer's flags for model, precision, length and global batch.
         cluster: the GPUs.
         micro_batches: sizes that are tried.
+        progress: called with layouts done and in all.
 
     Raises:
         ConfigError: if no layout is legal; with what the trainer says of one rank.
     """
-    is_legal, found = False, []
-    for flags, is_divided in list_flags(base, cluster, micro_batches):
-        choice, is_read = find_remedy(flags, cluster, is_divided=is_divided)
-        is_legal = is_legal or is_read
-        found += [choice] if choice is not None and choice.total_bytes <= cluster.usable_bytes else []
-    if not is_legal:
+    layouts = list(list_flags(base, cluster, micro_batches))
+    fitting: list[Choice] = []
+    nearest: Choice | None = None
+    for number, (flags, is_divided) in enumerate(layouts, start=1):
+        choice = find_remedy(flags, cluster, is_divided=is_divided)
+        if choice is not None and choice.total_bytes <= cluster.usable_bytes:
+            fitting.append(choice)
+        elif choice is not None and (nearest is None or choice.total_bytes < nearest.total_bytes):
+            nearest = choice
+        if progress is not None:
+            progress(number, len(layouts))
+    if not fitting and nearest is None:
         evaluate([*base, "--micro-batch-size", str(micro_batches[0])], cluster)
-    return sorted(found, key=lambda choice: -choice.time.tokens_per_s)
+    return Found(choices=sorted(fitting, key=lambda choice: -choice.time.tokens_per_s), nearest=nearest)
 
 
 def list_flags(
@@ -165,27 +206,27 @@ def _spell(tp: int, pp: int, cp: int, micro: int) -> Iterator[list[str]]:
         yield [*flags, "--pipeline-schedule", "interleaved", "--num-virtual-stages-per-pipeline-rank", "2"]
 
 
-def find_remedy(flags: Sequence[str], cluster: Cluster, *, is_divided: bool = True) -> tuple[Choice | None, bool]:
-    """The fastest combination of recompute and ZeRO under which a layout fits, or the one that needs least; and whether
-    the trainer takes any.
+def find_remedy(flags: Sequence[str], cluster: Cluster, *, is_divided: bool = True) -> Choice | None:
+    """The fastest combination of recompute and ZeRO under which a layout fits, or the one that needs least; none if the
+    trainer takes none.
     """
     fitting: list[Choice] = []
-    nearest: Choice | None = None
+    nearest: Need | None = None
     for zero in (1, 2, 3) if is_divided else (1,):
         shares = ["--use-distributed-optimizer"] if zero == 1 else ["--zero-stage", str(zero)]
         for recompute in RECOMPUTE:
             try:
-                choice = evaluate([*flags, *shares, *recompute], cluster)
+                need = _measure([*flags, *shares, *recompute], cluster)
             except ConfigError:
                 continue
-            if choice.total_bytes <= cluster.usable_bytes:
-                fitting.append(choice)
+            if need.total_bytes <= cluster.usable_bytes:
+                fitting.append(_predict(need, cluster))
                 break  # more recompute would only be slower
-            if nearest is None or choice.total_bytes < nearest.total_bytes:
-                nearest = choice
+            if nearest is None or need.total_bytes < nearest.total_bytes:
+                nearest = need
     if fitting:
-        return max(fitting, key=lambda choice: choice.time.tokens_per_s), True
-    return nearest, nearest is not None
+        return max(fitting, key=lambda choice: choice.time.tokens_per_s)
+    return None if nearest is None else _predict(nearest, cluster)
 
 
 def recommend(choices: Sequence[Choice], *, within: float = 0.10) -> Choice | None:

@@ -9,6 +9,7 @@ Pipeline stages hold some of the layers, and several micro-batches at once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from megaflow_trainer.config.arithmetic import (
@@ -114,6 +115,7 @@ def count_in_flight(parallel: ParallelConfig, *, pp_rank: int, num_micro_batches
     return min(warm_up + 1, m * chunks) / chunks
 
 
+@functools.lru_cache(maxsize=64)
 def narrow(model: ModelConfig, tp: int) -> ModelConfig:
     """A model whose layers are those of one tensor-parallel rank: whole heads, channels of the MLP and of experts.
 

@@ -133,10 +133,9 @@ def bubble_share(parallel: ParallelConfig, num_micro_batches: int) -> float:
 def _time_stage(config: TrainConfig, share: Share, gpu: Gpu, tokens: float) -> float:
     """Forward and backward of one micro-batch on a rank, without communication."""
     model, local, item = config.model, narrow(config.model, share.tp), ITEM_BYTES[config.step.dtype]
-    blocks = [
-        count_block_flops(local, seq_len=config.data.seq_len, has_experts=has_experts)
-        for has_experts in list_kinds(model, share)
-    ]
+    kinds = list_kinds(model, share)
+    costs = {kind: count_block_flops(local, seq_len=config.data.seq_len, has_experts=kind) for kind in set(kinds)}
+    blocks = [costs[kind] for kind in kinds]
     flops = 3 * sum(blocks) + _count_again(config, share, blocks)
     plain = count_activation_bytes(
         model,
