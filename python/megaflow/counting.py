@@ -1,7 +1,7 @@
 """Counts over all tokens and documents of a pair, in constant memory."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from megaflow.errors import DataFormatError
 from megaflow.indexed import IndexedDataset
 
+Advance = Callable[[int], None]
 _DOCUMENTS, _TOKENS = 1 << 20, 1 << 22
 ID_LIMIT = 1 << 24
 """Ids from here on, and negative ones, are counted together: no vocabulary is so large."""
@@ -65,13 +66,20 @@ def document_lengths(dataset: IndexedDataset) -> Iterator[NDArray[np.int64]]:
         yield np.diff(tokens_before(dataset, boundaries))
 
 
-def length_counts(dataset: IndexedDataset) -> Counter[int]:
-    """How many documents have how many tokens."""
+def length_counts(dataset: IndexedDataset, advance: Advance | None = None) -> Counter[int]:
+    """How many documents have how many tokens; `advance` is called with the bytes of the index that were read."""
     counts: Counter[int] = Counter()
     for lengths in document_lengths(dataset):
         values, numbers = np.unique(lengths, return_counts=True)
         counts.update(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
+        if advance is not None:
+            advance(len(lengths) * index_bytes(dataset) // dataset.num_documents)
     return counts
+
+
+def index_bytes(dataset: IndexedDataset) -> int:
+    """Bytes that `length_counts` reads: a length a sequence, a boundary a document."""
+    return dataset.sequence_lengths.nbytes + dataset.document_boundaries.nbytes
 
 
 def percentiles(counts: Counter[int], shares: tuple[float, ...]) -> list[int]:
@@ -98,13 +106,16 @@ def histogram(counts: Counter[int]) -> list[dict[str, Any]]:
     ]
 
 
-def id_counts(dataset: IndexedDataset) -> tuple[NDArray[np.int64], int]:
-    """How often each id occurs, int64 `[largest id + 1]`, and the number of tokens that are no possible id."""
+def id_counts(dataset: IndexedDataset, advance: Advance | None = None) -> tuple[NDArray[np.int64], int]:
+    """How often each id occurs, int64 `[largest id + 1]`, and the number of tokens that are no possible id; `advance`
+    is called with the bytes that were read.
+    """
     counts = np.zeros(0, dtype=np.int64)
     outside = 0
     tokens = dataset._tokens
     for begin in range(0, dataset.num_tokens, _TOKENS):
         piece = tokens[begin : begin + _TOKENS]
+        size = piece.nbytes
         if piece.dtype.itemsize > 2 or piece.dtype.kind == "i":
             possible = (piece >= 0) & (piece < ID_LIMIT)
             outside += len(piece) - int(np.count_nonzero(possible))
@@ -112,4 +123,6 @@ def id_counts(dataset: IndexedDataset) -> tuple[NDArray[np.int64], int]:
         found = np.bincount(piece, minlength=len(counts))
         found[: len(counts)] += counts
         counts = found
+        if advance is not None:
+            advance(size)
     return counts, outside

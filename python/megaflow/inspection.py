@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from megaflow.counting import ID_LIMIT, histogram, id_counts, length_counts, percentiles
+from megaflow.counting import ID_LIMIT, Advance, histogram, id_counts, index_bytes, length_counts, percentiles
 from megaflow.dataset import GPTDataset
 from megaflow.errors import TokenizerError
 from megaflow.indexed import IndexedDataset, to_position
+from megaflow.merging import BytesProgress
 from megaflow.provenance import origin_of, tokenizer_for
 from megaflow.sidecar import read_sidecar
 from megaflow.tokenizer import Tokenizer
@@ -18,15 +19,19 @@ StrPath = str | os.PathLike[str]
 SHARES = (0.0, 5.0, 25.0, 50.0, 75.0, 95.0, 99.0, 100.0)
 
 
-def describe(prefix: StrPath) -> dict[str, Any]:
+def describe(prefix: StrPath, *, progress: BytesProgress | None = None) -> dict[str, Any]:
     """Counts, token type, tokenizer, sources and document lengths of a pair, in plain types. Reads the index once.
+
+    Args:
+        prefix: of the pair.
+        progress: called with bytes read and in all.
 
     Raises:
         MissingFileError, FileAccessError, DataFormatError: as `IndexedDataset`.
     """
     dataset = IndexedDataset(prefix)
     sidecar = read_sidecar(dataset.prefix)
-    counts = length_counts(dataset)
+    counts = length_counts(dataset, _advance_to(progress, index_bytes(dataset)))
     known = sidecar or {}
     return {
         **_counts(dataset, counts),
@@ -53,7 +58,23 @@ def _counts(dataset: IndexedDataset, counts: Counter[int]) -> dict[str, Any]:
     }
 
 
-def statistics(prefix: StrPath, *, top: int = 10, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+def _advance_to(progress: BytesProgress | None, total: int) -> Advance | None:
+    """What turns bytes that were just read into bytes read so far."""
+    if progress is None:
+        return None
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
+    return advance
+
+
+def statistics(
+    prefix: StrPath, *, top: int = 10, tokenizer: Tokenizer | None = None, progress: BytesProgress | None = None
+) -> dict[str, Any]:
     """Counts, percentiles of document length, most frequent ids and share of special ids. Reads each token once.
 
     Args:
@@ -61,6 +82,7 @@ def statistics(prefix: StrPath, *, top: int = 10, tokenizer: Tokenizer | None = 
         top: how many of the most frequent ids.
         tokenizer: which ids are special; by default the sidecar's, and just its end of document where that is not at
             hand.
+        progress: called with bytes read and in all.
 
     Raises:
         MissingFileError, FileAccessError, DataFormatError: as `IndexedDataset`.
@@ -76,7 +98,8 @@ def statistics(prefix: StrPath, *, top: int = 10, tokenizer: Tokenizer | None = 
             raise
     eod_id = record.get("eod_id")
     special = sorted({*(tokenizer.special_ids if tokenizer else ()), *([] if eod_id is None else [eod_id])})
-    counts, outside = id_counts(dataset)
+    advance = _advance_to(progress, dataset.num_tokens * dataset.dtype.itemsize + index_bytes(dataset))
+    counts, outside = id_counts(dataset, advance)
     order = np.argsort(-counts, kind="stable")[:top]
     tokens = max(dataset.num_tokens, 1)
     frequent = [
@@ -91,7 +114,7 @@ def statistics(prefix: StrPath, *, top: int = 10, tokenizer: Tokenizer | None = 
     ]
     num_special = int(sum(int(counts[number]) for number in special if number < len(counts)))
     return {
-        **_counts(dataset, length_counts(dataset)),
+        **_counts(dataset, length_counts(dataset, advance)),
         "mean_length": dataset.num_tokens / max(dataset.num_documents, 1),
         "distinct_ids": int(np.count_nonzero(counts)),
         "vocab_size": record.get("vocab_size") or (tokenizer.vocab_size if tokenizer else None),

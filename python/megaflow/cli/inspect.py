@@ -14,6 +14,7 @@ from megaflow.cli.options import (
     named_tokenizer,
     plural,
     print_json,
+    show_bytes,
 )
 from megaflow.dataset import SPLIT_NAMES
 from megaflow.errors import ConfigError
@@ -53,7 +54,9 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow inspec
             content = show_document(parsed.prefix, number, tokenizer=tokenizer, as_sequence=is_sequence)
             words = _document_words
         else:
-            content, words = describe(parsed.prefix), _pair_words
+            words = _pair_words
+            with show_bytes("counting") as progress:
+                content = describe(parsed.prefix, progress=progress)
         print_json(content) if parsed.json else print("\n".join(words(content)))
 
     return exit_codes.run(prog, command)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megaflow.cli import exit_codes
-from megaflow.cli.options import add_json, add_tokenizer, build_parser, named_tokenizer, print_json
+from megaflow.cli.options import add_json, add_tokenizer, build_parser, named_tokenizer, print_json, show_bytes
 from megaflow.errors import ConfigError
 from megaflow.inspection import statistics
 
@@ -26,7 +26,10 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow stats"
         if parsed.top < 0:
             raise ConfigError(f"--top must be at least 0, got {parsed.top}")
         tokenizer = named_tokenizer(parsed)
-        pairs = [statistics(prefix, top=parsed.top, tokenizer=tokenizer) for prefix in parsed.prefixes]
+        pairs = []
+        for prefix in parsed.prefixes:
+            with show_bytes("counting") as progress:
+                pairs.append(statistics(prefix, top=parsed.top, tokenizer=tokenizer, progress=progress))
         if parsed.json:
             print_json({"pairs": pairs, "documents": _sum(pairs, "documents"), "tokens": _sum(pairs, "tokens")})
         else:

@@ -65,6 +65,24 @@ def test_a_sample_shows_the_pieces_of_training(pair: Path, capsys: pytest.Captur
     assert "in.jsonl, line " in words
 
 
+def test_long_counts_say_how_far_they_are(
+    pair: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brief = {name: run(capsys, name, pair, "--json") for name in ("stats", "inspect")}
+    monkeypatch.setattr("megaflow.counting._TOKENS", 400)
+    monkeypatch.setattr("megaflow.counting._DOCUMENTS", 16)
+    monkeypatch.setattr("megaflow.cli.options.PLAIN_LINE_EVERY_S", 0.0)
+    for name, out in brief.items():
+        assert main([name, str(pair), "--json"]) == 0
+        said = capsys.readouterr()
+        assert said.out == out
+        shares = [int(line.split()[1].rstrip("%:")) for line in said.err.splitlines()]
+        assert all(line.startswith("counting ") for line in said.err.splitlines())
+        assert len(shares) >= 3
+        assert shares == sorted(shares)
+        assert shares[-1] in (99, 100)  # boundaries of 16 of 40 documents are rounded down
+
+
 def test_the_summary_counts_and_plots(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = run(capsys, "inspect", pair)
     assert "documents  40 (4 empty)" in words
