@@ -7,7 +7,6 @@ what to change. Exit code 0: nothing found; 3: something was found; 1: RUN canno
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python"), str(ROOT / "tools")]
 
-from doors import ShowVersion, run_door  # noqa: E402
+from doors import DeskParser, guard_start, run_door, say_error  # noqa: E402
+
+if __name__ == "__main__":
+    guard_start()
+
 from megaflow_trainer.training.lock_file import is_held  # noqa: E402
 from report import ReportError  # noqa: E402
 from symptoms import RULES, Finding, Record, read_record  # noqa: E402
@@ -26,17 +29,14 @@ FOUND, UNREADABLE = 3, 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--version", action=ShowVersion)
+    parser = DeskParser(__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_json()
     options = parser.parse_args(argv)
     try:
         record = read_record(options.run)
     except (ReportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(str(error), as_json=options.json)
         return UNREADABLE
     findings = diagnose(record)
     if options.json:

@@ -9,18 +9,22 @@ Every line is `ok`, `note` or `fail`; a fail says what to do. Exit code 0: no fa
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python"), str(ROOT / "tools")]
 
+from doors import DeskParser, guard_start, run_door  # noqa: E402
+
+if __name__ == "__main__":
+    guard_start()
+
 from doctor_checks import CHECKS, Asked, Line  # noqa: E402
-from doors import ShowVersion, run_door  # noqa: E402
+from waiting import Waiting  # noqa: E402
 
 MARKS = {"ok": "ok  ", "note": "note", "fail": "FAIL"}
 COLOURS = {"ok": "32", "note": "33", "fail": "31"}
@@ -28,10 +32,7 @@ COLOURS = {"ok": "32", "note": "33", "fail": "31"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--version", action=ShowVersion)
+    parser = DeskParser(__doc__)
     parser.add_argument("--data-path", metavar="PREFIX", help="prefix of a .bin/.idx pair to look at")
     parser.add_argument("--vocab-file", type=Path, help="vocabulary of the tokenizer")
     parser.add_argument("--merge-file", type=Path, help="merges of the tokenizer")
@@ -40,27 +41,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--preset", help="model whose checkpoints must find room")
     parser.add_argument("--checkpoints", type=int, default=2, help="how many of them are kept (default: 2)")
     parser.add_argument("--no-collective", action="store_true", help="leave out the two-process test")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_json()
     options = parser.parse_args(argv)
     if options.checkpoints < 1:
         parser.error(f"--checkpoints must be >= 1, got {options.checkpoints}")
-    lines = examine(Asked(**{name: value for name, value in vars(options).items() if name != "json"}))
+    asked = Asked(**{name: value for name, value in vars(options).items() if name != "json"})
+    has_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    lines = []
+    with Waiting("doctor") as waiting:
+        for line in examine(asked, waiting.begin):
+            lines.append(line)
+            if not options.json:
+                waiting.print(format_line(line, has_colour=has_colour))
+    fails = sum(line.state == "fail" for line in lines)
     if options.json:
         print(json.dumps([line.as_dict() for line in lines], indent=1))
     else:
-        print(
-            "\n".join(
-                format_line(line, has_colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")) for line in lines
-            )
-        )
-        fails = sum(line.state == "fail" for line in lines)
         print(f"\n{len(lines)} lines, {fails} to mend" if fails else f"\n{len(lines)} lines, nothing to mend")
-    return int(any(line.state == "fail" for line in lines))
+    return int(fails > 0)
 
 
-def examine(asked: Asked) -> list[Line]:
-    """Every check, in order."""
-    return [line for check in CHECKS for line in check(asked)]
+def examine(asked: Asked, begin: Callable[[str], None] = lambda text: None) -> Iterator[Line]:
+    """Every check, in order; `begin` is told which comes next."""
+    for number, check in enumerate(CHECKS, start=1):
+        begin(f"{check.__name__.removeprefix('check_')} ({number} of {len(CHECKS)})")
+        yield from check(asked)
 
 
 def format_line(line: Line, *, has_colour: bool) -> str:

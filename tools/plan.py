@@ -21,7 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python"), str(ROOT / "tools")]
 
-from doors import ShowVersion, run_door  # noqa: E402
+from doors import DeskParser, guard_start, run_door, say_error  # noqa: E402
+
+if __name__ == "__main__":
+    guard_start()
+
 from megaflow.cli.options import show_counts  # noqa: E402
 from megaflow.errors import ConfigError, MegaflowError  # noqa: E402
 from megaflow_trainer.config.arithmetic import count_parameters  # noqa: E402
@@ -71,17 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return show_plan(options, flags)
     except MegaflowError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(str(error), as_json=options.json)
         return 2
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> DeskParser:
     """The planner's own flags."""
     known = ", ".join(gpu.name for gpu in GPUS)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--version", action=ShowVersion)
+    parser = DeskParser(__doc__)
     parser.add_argument("--gpus", type=int, default=8, help="GPUs in all (default: 8)")
     parser.add_argument("--gpu", default="H100", help=f"their kind: {known} (default: H100)")
     parser.add_argument("--memory-gb", type=float, help="10^9 bytes of memory a GPU (that of the kind if not given)")
@@ -96,7 +97,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top", type=int, default=8, help="layouts that are shown (default: 8)")
     parser.add_argument("--rows", action="store_true", help="show the layouts that well-known guides recommend instead")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_json()
     return parser
 
 

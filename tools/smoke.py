@@ -9,7 +9,6 @@ Every stage gets a verdict; the first that fails says why, and those that need i
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -24,7 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from doors import ShowVersion, run_door
+from doors import DeskParser, run_door
+from waiting import Waiting
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300
@@ -178,10 +178,17 @@ STAGES: dict[str, Callable[[Smoke], str]] = {
 }
 
 
-def run_stages(smoke: Smoke, tell: Callable[[Verdict], None] = lambda verdict: None) -> list[Verdict]:
-    """All stages; after one that fails the others are not run."""
+def run_stages(
+    smoke: Smoke,
+    tell: Callable[[Verdict], None] = lambda verdict: None,
+    begin: Callable[[str], None] = lambda stage: None,
+) -> list[Verdict]:
+    """All stages; after one that fails the others are not run. `begin` is told each stage before it, `tell` how it
+    ended.
+    """
     verdicts: list[Verdict] = []
-    for name, stage in STAGES.items():
+    for number, (name, stage) in enumerate(STAGES.items(), start=1):
+        begin(f"{name} ({number} of {len(STAGES)})")
         start = time.monotonic()
         if any(verdict.state == "fail" for verdict in verdicts):
             verdict = Verdict(name, "not run")
@@ -196,18 +203,15 @@ def run_stages(smoke: Smoke, tell: Callable[[Verdict], None] = lambda verdict: N
     return verdicts
 
 
-def show(verdict: Verdict) -> None:
-    """A line for people, at once."""
+def format_verdict(verdict: Verdict) -> str:
+    """A line for people."""
     state = {"pass": "pass", "fail": "FAIL", "not run": "--"}[verdict.state]
-    print(f"{verdict.stage:<11} {state:<5} {verdict.seconds:5.1f} s  {verdict.text}", flush=True)
+    return f"{verdict.stage:<11} {state:<5} {verdict.seconds:5.1f} s  {verdict.text}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--version", action=ShowVersion)
+    parser = DeskParser(__doc__)
     parser.add_argument("--ranks", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--flags", default="", help="further flags of the trainer, as one text")
     parser.add_argument("--vocab-file", help="vocabulary of the tokenizer (GPT-2's own if not given)")
@@ -215,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--folder", type=Path, help="where everything is written and kept (a temporary one if not given)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_json()
     options = parser.parse_args(argv)
     if options.ranks < 1:
         parser.error(f"--ranks must be >= 1, got {options.ranks}")
@@ -225,10 +229,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--flags cannot be read: {error}: {options.flags}")
     names = {"--vocab-file": options.vocab_file, "--merge-file": options.merge_file}
     tokenizer = [word for flag, value in names.items() if value for word in (flag, value)]
-    with tempfile.TemporaryDirectory(prefix="megaflow_smoke_") as scratch:
+    with tempfile.TemporaryDirectory(prefix="megaflow_smoke_") as scratch, Waiting("smoke") as waiting:
         folder = options.folder or Path(scratch)
         smoke = Smoke(folder.resolve(), options.ranks, flags, tokenizer)
-        verdicts = run_stages(smoke, (lambda verdict: None) if options.json else show)
+
+        def tell(verdict: Verdict) -> None:
+            if not options.json:
+                waiting.print(format_verdict(verdict))
+
+        verdicts = run_stages(smoke, tell, waiting.begin)
     if options.json:
         print(json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
     failed = [verdict for verdict in verdicts if verdict.state == "fail"]
