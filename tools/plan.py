@@ -29,7 +29,7 @@ if __name__ == "__main__":
 from megaflow.cli.options import show_counts  # noqa: E402
 from megaflow.errors import ConfigError, MegaflowError  # noqa: E402
 from megaflow_trainer.config.arithmetic import count_parameters  # noqa: E402
-from megaflow_trainer.config.command import read_command  # noqa: E402
+from megaflow_trainer.config.command import parse_flags, read_command  # noqa: E402
 from megaflow_trainer.config.hardware import GPUS, find_gpu  # noqa: E402
 from megaflow_trainer.config.planner import (  # noqa: E402
     Choice,
@@ -38,17 +38,9 @@ from megaflow_trainer.config.planner import (  # noqa: E402
     recommend,
     search,
 )
-from megaflow_trainer.config.presets import PRESETS  # noqa: E402
 from megaflow_trainer.config.step_time import LINK_RATE, PASSES, PRODUCT_RATE, bubble_share  # noqa: E402
 from plan_rows import format_rows, judge_rows, summarise  # noqa: E402
 
-DEFAULTS = (
-    ["--seq-length", "4096"],
-    ["--bf16"],
-    ["--global-batch-size", "1024"],
-    ["--train-iters", "1000"],
-    ["--data-path", "DATA"],
-)
 ASSUMPTION = (
     f"Speed is predicted: matrix products at {PRODUCT_RATE:.0%} of the dense bf16 peak, {PASSES:.0f} bytes moved\n"
     f"for each byte that forward keeps, links at {LINK_RATE:.0%} of their stated rate. The first two describe\n"
@@ -102,16 +94,24 @@ def make_parser() -> DeskParser:
 
 
 def fill_in(flags: Sequence[str]) -> list[str]:
-    """The trainer's flags, with defaults for what a plan needs and was not given."""
-    given, base = set(flags), list(flags)
-    others = {"--bf16": {"--fp16", "--fp64"}, "--train-iters": {"--train-samples"}, "--data-path": {"--mock-data"}}
-    for name, *value in DEFAULTS:
-        if not given & ({name} | others.get(name, set())):
-            base += [name, *value]
-    if "--seq-length" not in given and "--preset" in flags[:-1]:
-        shape = PRESETS.get(flags[flags.index("--preset") + 1], {})
-        base[base.index("--seq-length") + 1] = str(min(4096, shape.get("max_positions", 4096)))
-    if "--vocab-size" not in given and "--preset" not in given and "--config" not in given:
+    """The trainer's flags, with defaults for what a plan needs and neither they nor their recipe say.
+
+    Raises:
+        ConfigError, MissingFileError, FileAccessError: of the recipe.
+    """
+    values = parse_flags(flags).values
+    seq_len = min(4096, values.get("model.max_positions") or 4096)
+    base = list(flags)
+    for fields, words in (
+        (("data.seq_len",), ["--seq-length", str(seq_len)]),
+        (("step.dtype",), ["--bf16"]),
+        (("step.global_batch_size",), ["--global-batch-size", "1024"]),
+        (("num_steps", "num_samples"), ["--train-iters", "1000"]),
+        (("data.path", "data.is_mock", "data.train_path"), ["--data-path", "DATA"]),
+    ):
+        if not set(fields) & set(values):
+            base += words
+    if values.get("model.vocab_size") is None and "--config" not in flags:  # a recipe's tokenizer decides it
         base += ["--vocab-size", "50257"]
     return base
 

@@ -104,6 +104,30 @@ def test_a_long_search_says_how_far_it_is(capsys: pytest.CaptureFixture[str], mo
     assert "planning 10%: 1 rows" in capsys.readouterr().err
 
 
+def test_what_a_recipe_or_a_flag_says_is_planned_with(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(
+        "model: {preset: llama2_7b}\ndata: {seq_len: 2048}\nstep: {global_batch_size: 64}\nparallel: {tp: 4}\n"
+    )
+    assert plan.main(["--gpus", "8", "--config", str(tmp_path / "own.yaml"), "--top", "99", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["layouts"]) == len({tuple(row["flags"]) for row in found["layouts"]}) > 1
+    for row in found["layouts"]:
+        config, _ = read_command(row["flags"], world_size=8)
+        assert (config.data.seq_len, config.step.global_batch_size, config.parallel.tp) == (2048, 64, 4)
+        assert row["layout"].startswith("tp4.")
+
+
+@pytest.mark.parametrize("words", ["--seq-length long", "--num-experts few", "--config", "--preset llama"])
+def test_a_fault_of_the_flags_ends_a_plan_before_the_search(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planner, "find_remedy", lambda *rest, **names: pytest.fail("it searched"))
+    assert plan.main(["--gpus", "2048", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+
+
 def test_slips_of_the_guides_are_named(rows: dict[str, Any]) -> None:
     assert rows["405B on 128"]["notes"] == ["the named layout multiplies to 256 GPUs, not 128"]
     assert "is 8 GPUs where ep 4 folds into dp" in rows["Mixtral 8x7B"]["notes"][0]

@@ -292,7 +292,7 @@ def test_a_missing_or_broken_recipe_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [")
     assert "not YAML" in fault("--config", str(tmp_path / "bad.yaml"))
     (tmp_path / "list.yaml").write_text("- 1")
-    assert "expected sections with fields, found list" in fault("--config", str(tmp_path / "list.yaml"))
+    assert "expected sections with fields, found a list" in fault("--config", str(tmp_path / "list.yaml"))
 
 
 def test_a_recipe_that_is_no_text_file_is_one_sentence(tmp_path: Path) -> None:

@@ -59,9 +59,7 @@ def read_command(argv: Sequence[str], *, world_size: int) -> tuple[TrainConfig, 
     Raises:
         ConfigError: one error that lists every fault, a line each.
     """
-    parsed = parse_flags(argv)
-    config, faults = fields.build(parsed.values)
-    faults = parsed.faults + list(_refuse(parsed)) + faults
+    parsed, config, faults = _read_words(argv)
     broken = parsed.broken | {fault.split()[0] for fault in faults}
     faults += [
         fault for fault in find_faults(config, world_size=world_size) if not broken & set(_FIELD_NAME.findall(fault))
@@ -70,6 +68,23 @@ def read_command(argv: Sequence[str], *, world_size: int) -> tuple[TrainConfig, 
         raise ConfigError(_list_faults([_with_flag(fault) for fault in faults]))
     config, notes = resolve(config, world_size=world_size)
     return config, parsed.notes + [_with_flag(note) for note in notes]
+
+
+def _read_words(argv: Sequence[str]) -> tuple[Parsed, TrainConfig, list[str]]:
+    parsed = parse_flags(argv)
+    config, faults = fields.build(parsed.values)
+    return parsed, config, parsed.faults + list(_refuse(parsed)) + faults
+
+
+def check_words(argv: Sequence[str]) -> None:
+    """Refuse a command line that is wrong for any number of ranks: each setting by itself, not how they fit together.
+
+    Raises:
+        ConfigError: one error that lists every fault, a line each.
+    """
+    _, _, faults = _read_words(argv)
+    if faults:
+        raise ConfigError(_list_faults([_with_flag(fault) for fault in faults]))
 
 
 def parse_flags(argv: Sequence[str]) -> Parsed:

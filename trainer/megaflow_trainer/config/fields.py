@@ -16,6 +16,8 @@ from typing import Any
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.sections import TrainConfig
 
+_MOST_SHOWN = 80
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
@@ -67,10 +69,15 @@ def convert(field: Field, value: Any, spelled: str) -> Any:
     try:
         converted = _CONVERT[field.kind](value)
     except (ValueError, TypeError, OverflowError):
-        raise ConfigError(f"{spelled} takes {_KIND_NAMES[field.kind]}, got {value!r}") from None
+        raise ConfigError(f"{spelled} takes {_KIND_NAMES[field.kind]}, got {_shorten(value)}") from None
     if isinstance(converted, float) and not math.isfinite(converted):
-        raise ConfigError(f"{spelled} takes a finite number, got {value!r}")
+        raise ConfigError(f"{spelled} takes a finite number, got {_shorten(value)}")
     return converted
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text):,} characters)"
 
 
 def _to_int(value: Any) -> int:

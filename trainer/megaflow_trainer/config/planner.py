@@ -7,16 +7,17 @@ the least recompute that makes it fit (none, what is cheap, everything), and the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.arithmetic import count_parameters, count_state_bytes
-from megaflow_trainer.config.command import read_command
+from megaflow_trainer.config.command import check_words, parse_flags, read_command
 from megaflow_trainer.config.hardware import Gpu
 from megaflow_trainer.config.layout import Layout
 from megaflow_trainer.config.memory import estimate_memory, find_fullest, find_layout
-from megaflow_trainer.config.presets import PRESETS
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.config.step_time import StepTime, predict_step
 
@@ -115,13 +116,17 @@ def _predict(need: Need, cluster: Cluster) -> Choice:
     )
 
 
-def list_axes(cluster: Cluster, *, seq_len: int) -> Iterator[tuple[int, int, int]]:
-    """Sizes (tp, pp, cp) that divide the GPUs; tp stays inside a machine."""
+def list_axes(
+    cluster: Cluster, *, seq_len: int, given: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[tuple[int, int, int]]:
+    """Sizes (tp, pp, cp) that divide the GPUs, and are those that were given; a tp of ours stays inside a machine."""
     longest = 2 if seq_len <= LONGEST_PLAIN else 64
-    for tp in _divisors(cluster.num_gpus, cluster.gpus_per_node):
-        for cp in _divisors(cluster.num_gpus // tp, longest):
-            for pp in _divisors(cluster.num_gpus // tp // cp, cluster.num_gpus):
-                yield tp, pp, cp
+    num_gpus = cluster.num_gpus
+    for tp in _divisors(num_gpus, given.get("tp", cluster.gpus_per_node)):
+        for cp in _divisors(num_gpus // tp, given.get("cp", longest)):
+            for pp in _divisors(num_gpus // tp // cp, num_gpus):
+                if all(given.get(axis, size) == size for axis, size in (("tp", tp), ("cp", cp), ("pp", pp))):
+                    yield tp, pp, cp
 
 
 def _divisors(total: int, most: int) -> list[int]:
@@ -148,8 +153,9 @@ def search(
         progress: called with layouts done and in all.
 
     Raises:
-        ConfigError: if no layout is legal; with what the trainer says of one rank.
+        ConfigError: if a setting is wrong by itself, or no layout is legal; with what the trainer says of one rank.
     """
+    check_words(base)
     layouts = list(list_flags(base, cluster, micro_batches))
     fitting: list[Choice] = []
     nearest: Choice | None = None
@@ -170,30 +176,21 @@ def list_flags(
     base: Sequence[str], cluster: Cluster, micro_batches: Sequence[int] = (1,)
 ) -> Iterator[tuple[list[str], bool]]:
     """Command lines of all layouts, before ZeRO and recompute, and whether ranks hold equal parts of a model."""
-    for tp, pp, cp in list_axes(cluster, seq_len=_read_seq_len(base)):
-        for ep in _list_expert_ranks(base, cluster.num_gpus // pp // tp):
+    values = parse_flags(base).values
+    given = {axis: values[f"parallel.{axis}"] for axis in ("tp", "cp", "pp") if f"parallel.{axis}" in values}
+    for tp, pp, cp in list_axes(cluster, seq_len=values.get("data.seq_len", 1024), given=given):
+        for ep in _list_expert_ranks(values, cluster.num_gpus // pp // tp):
             for micro in micro_batches:
                 for axes in _spell(tp, pp, cp, micro):
                     experts = ["--expert-model-parallel-size", str(ep)] if ep > 1 else []
                     yield [*base, *axes, *experts], tp * pp < cluster.num_gpus
 
 
-def _list_expert_ranks(base: Sequence[str], num_ranks: int) -> list[int]:
+def _list_expert_ranks(values: Mapping[str, Any], num_ranks: int) -> list[int]:
     """Ranks that may divide the experts, where `num_ranks` hold the same of other layers; 1 where it is given."""
-    num_experts = int(_read_value(base, "--num-experts") or 0)
-    if not num_experts:
-        num_experts = PRESETS.get(_read_value(base, "--preset") or "", {}).get("num_experts") or 1
-    if "--expert-model-parallel-size" in base:
+    if "parallel.ep" in values:
         return [1]
-    return _divisors(math.gcd(num_experts, num_ranks), num_ranks)
-
-
-def _read_value(base: Sequence[str], flag: str) -> str | None:
-    return base[len(base) - base[::-1].index(flag)] if flag in base[:-1] else None
-
-
-def _read_seq_len(base: Sequence[str]) -> int:
-    return int(_read_value(base, "--seq-length") or 1024)
+    return _divisors(math.gcd(values.get("model.num_experts") or 1, num_ranks), num_ranks)
 
 
 def _spell(tp: int, pp: int, cp: int, micro: int) -> Iterator[list[str]]:
