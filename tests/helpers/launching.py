@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,14 +30,16 @@ def start_agent(
         )
 
 
-def start_rank(log: Path, flags: Sequence[str], rank: int, *, size: int, port: int) -> subprocess.Popen[str]:
+def start_rank(
+    log: Path, flags: Sequence[str], rank: int, *, size: int, port: int, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     """One rank without torchrun, as a batch system starts it: the first rank keeps the store."""
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     with log.open("w") as file:
         return subprocess.Popen(
             [sys.executable, "trainer/pretrain.py", *flags],
             cwd=ROOT,
-            env={**os.environ, **where, "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **where, "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", **(environment or {})},
             text=True,
             stdout=file,
             stderr=subprocess.STDOUT,

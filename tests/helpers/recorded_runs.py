@@ -1,70 +1,75 @@
 """Makes `tests/golden/runs/`: one small run folder for each symptom that `tools/diagnose.py` knows.
 
-`PYTHONPATH=tests:trainer:python python tests/helpers/recorded_runs.py`. Five are runs of the trainer on a CPU; the
-others are one of these in whose lines the values of the symptom were put by hand, since they need GPUs or hours.
+`PYTHONPATH=tests:trainer:python python tests/helpers/recorded_runs.py [NAME ...]`, about four minutes for all. They are
+runs of the trainer on a CPU, each with a trouble that is real (`troubled_runs.py`), and nothing in their lines is
+changed. Two are none: `low-gpu-use` and `fp32` can only be seen on a GPU; they are `healthy` with the device, the sizes
+and the times of a step put in by hand.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from helpers.pairs import write_pair
-from helpers.runs import run_tiny
-from megaflow.errors import MegaflowError
+from helpers.troubled_runs import TROUBLES, UnexpectedEndError, record
 
 RUNS = Path(__file__).resolve().parents[1] / "golden" / "runs"
-STEPS = 24
-BASE = (
-    *("--train-iters", str(STEPS), "--global-batch-size", "8", "--micro-batch-size", "4"),
-    *("--hidden-size", "64", "--eval-interval", "0"),
-)
-REAL = {
-    "healthy": "--lr 3e-3",
-    "flat-loss": "--lr 1e-9",
-    "nan": "--lr 3 --clip-grad 0 --optimizer sgd --init-method-std 0.05",
-    "overflow": "--fp16 --initial-loss-scale 1e30 --lr 1e-3 --max-nonfinite-steps 100",
-    "divergence": "--lr 0.6 --clip-grad 0 --lr-warmup-iters 20 --lr-decay-iters 40 --lr-decay-style constant",
-}
 Lines = list[dict[str, Any]]
 
 
-def main() -> None:
-    """Record the real ones, then make the others of `healthy`."""
+def main() -> int:
+    """Record the runs that are named, or all; then make the two others of `healthy`. 1 if one went otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TROUBLES)}; all if none is given")
+    names = parser.parse_args().names or [*TROUBLES]
+    if unknown := {*names} - {*TROUBLES}:
+        parser.error(f"no recorded run is called {', '.join(sorted(unknown))}")
     RUNS.mkdir(parents=True, exist_ok=True)
+    num_failed = 0
     with tempfile.TemporaryDirectory() as scratch:
-        prefix = write_pair(Path(scratch) / "toy")
-        for name, flags in REAL.items():
-            folder = Path(scratch) / name
+        for number, name in enumerate(names, start=1):
+            print(f"{number}/{len(names)} {name} ...", end=" ", flush=True)  # noqa: T201
+            begin_s = time.monotonic()
             try:
-                run_tiny(prefix, [*BASE, "--run-dir", str(folder), "--run-name", name, *flags.split()])
-            except MegaflowError as error:
-                print(f"{name}: {type(error).__name__}")  # noqa: T201
-            keep(folder, RUNS / name)
+                keep(record(name, Path(scratch)), RUNS / name, Path(scratch) / name)
+                print(f"recorded, {time.monotonic() - begin_s:.0f} s")  # noqa: T201
+            except UnexpectedEndError as error:
+                num_failed += 1
+                print(f"not recorded, {error}")  # noqa: T201
     for name, change in MADE.items():
         lines, manifest = read(RUNS / "healthy")
         change(lines, manifest["starts"][-1])
         manifest["name"] = name
         write(RUNS / name, lines, manifest)
+    return 1 if num_failed else 0
 
 
-def keep(source: Path, target: Path) -> None:
-    """Copy a run folder without what belongs to this machine."""
+def keep(source: Path, target: Path, scratch: Path) -> None:
+    """Copy a run folder without what belongs to this machine: names, paths, versions, process ids."""
     lines, manifest = read(source)
-    for line in lines:
-        if "loader_bound_s" in line:
-            line["loader_bound_s"] = 0.0  # what other work on this machine made it wait
+    manifest["name"] = target.name
     for start in manifest["starts"]:
-        start |= {"command": ["python", "trainer/pretrain.py"], "folder": "/runs", "packages": {}, "environment": {}}
-        start |= {"code": {}, "data": {}, "time": "2026-11-29T00:00:00+0000"}
-        start["ranks"] = [{"host": f"node{rank}", "device": "cpu", "process": 1} for rank in range(len(start["ranks"]))]
-        start["config"]["data"]["path"] = ["toy"]
+        settings = {name: value for name, value in start["environment"].items() if name.startswith("NCCL_")}
+        start |= {"command": ["python", "trainer/pretrain.py"], "folder": "/runs", "packages": {}, "code": {}}
+        start |= {"environment": settings, "data": {"dataset": {"kind": start["data"]["dataset"]["kind"]}}}
+        start["time"] = "2026-11-29T00:00:00+0000"
+        start["versions"]["system"] = "Linux"
+        start["ranks"] = [{"host": "node0", "device": "cpu", "process": 1} for _ in start["ranks"]]
         start["config"]["log"]["run_dir"] = "/runs/" + target.name
-    write(target, lines, manifest)
+        if "end" in start:
+            start["end"]["time"] = start["time"]
+    write(target, *(json.loads(json.dumps(part).replace(f"{scratch}/", "")) for part in (lines, manifest)))
+    for stacks in sorted((source / "stacks").glob("rank_*.txt")):
+        (target / "stacks").mkdir(exist_ok=True)
+        first = stacks.read_text(encoding="utf-8").splitlines()[0]
+        (target / "stacks" / stacks.name).write_text(first + "\n", encoding="utf-8")
 
 
 def read(folder: Path) -> tuple[Lines, dict[str, Any]]:
@@ -81,8 +86,8 @@ def write(folder: Path, lines: Lines, manifest: dict[str, Any]) -> None:
     (folder / "run.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
-def put_on_gpus(lines: Lines, start: dict[str, Any], *, mfu: float, step_s: float = 1.0, ranks: int = 1) -> None:
-    """The same on H100s, with the phases of a step of `step_s` seconds."""
+def put_on_gpus(lines: Lines, start: dict[str, Any], *, mfu: float, ranks: int = 1) -> None:
+    """The same on H100s, with the phases of a step of one second."""
     start |= {"device": "NVIDIA H100 80GB HBM3", "backend": "nccl", "world_size": ranks}
     start["ranks"] = [
         {"host": f"node{rank // 8}", "device": "NVIDIA H100 80GB HBM3", "process": rank} for rank in range(ranks)
@@ -96,10 +101,12 @@ def put_on_gpus(lines: Lines, start: dict[str, Any], *, mfu: float, step_s: floa
             "backward": 0.6,
             "communication": 0.03,
             "optimizer": 0.05,
+            "feed": 0.0,
+            "log": 0.0,
             "other": 0.02,
         }
-        line |= {f"{name}_s": part * step_s for name, part in parts.items()}
-        line |= {"step_time_s": step_s, "mfu": mfu, "mfu_causal": 0.9 * mfu, "device_idle_share": 0.02}
+        line |= {f"{name}_s": part for name, part in parts.items()}
+        line |= {"step_time_s": 1.0, "mfu": mfu, "mfu_causal": 0.9 * mfu, "device_idle_share": 0.02}
         line["tokens_per_s_per_gpu"] = 1e5 * mfu
 
 
@@ -119,89 +126,8 @@ def use_fp32(lines: Lines, start: dict[str, Any]) -> None:
         del line["mfu"], line["mfu_causal"]
 
 
-def wait_for_data(lines: Lines, start: dict[str, Any]) -> None:
-    """A third of each step is waiting for the loader."""
-    put_on_gpus(lines, start, mfu=0.35)
-    for line in lines:
-        line |= {"loader_bound_s": 0.5, "step_time_s": 1.5, "device_idle_share": 0.35}
-
-
-def wait_for_ranks(lines: Lines, start: dict[str, Any]) -> None:
-    """Half of each step is exposed communication, with InfiniBand turned off."""
-    put_on_gpus(lines, start, mfu=0.35, ranks=16)
-    start["environment"] = {"NCCL_IB_DISABLE": "1"}
-    for line in lines:
-        line |= {"communication_s": 1.0, "step_time_s": 2.0}
-
-
-def slow_down(lines: Lines, start: dict[str, Any]) -> None:
-    """Two thirds of the way in, speed falls to a tenth."""
-    put_on_gpus(lines, start, mfu=0.42)
-    for line in lines[2 * len(lines) // 3 :]:
-        line |= {"step_time_s": 10.0, "forward_s": 3.0, "backward_s": 6.9, "tokens_per_s_per_gpu": 4200.0}
-
-
-def lag_behind(lines: Lines, start: dict[str, Any]) -> None:
-    """Rank 11 works twice as long as the others."""
-    put_on_gpus(lines, start, mfu=0.36, ranks=16)
-    for line in lines:
-        line["work_by_rank_s"] = [1.9 if rank == 11 else 0.95 for rank in range(16)]
-        line["loader_bound_by_rank_s"] = [0.0] * 16
-
-
-def wait_for_stages(lines: Lines, start: dict[str, Any]) -> None:
-    """Two micro-batches on eight stages."""
-    put_on_gpus(lines, start, mfu=0.31, ranks=8)
-    start["config"]["parallel"]["pp"] = 8
-    for line in lines:
-        line["pipeline_bubble"] = 0.77
-
-
-def run_out_of_memory(lines: Lines, start: dict[str, Any]) -> None:
-    """It ends with code 79 before the first step."""
-    put_on_gpus(lines, start, mfu=0.4)
-    lines.clear()
-    reason = "ShortageError: out of memory on cuda:0: CUDA out of memory. Tried to allocate 1.95 GiB."
-    start["end"] = {"time": "2026-11-29T00:01:00+0000", "iteration": 0, "exit_code": 79, "reason": reason}
-
-
-def spike(lines: Lines, start: dict[str, Any]) -> None:
-    """Two losses far above the usual, told with their documents."""
-    put_on_gpus(lines, start, mfu=0.42)
-    for step, loss in ((14, 6.1), (20, 5.2)):
-        lines[step - 1]["lm_loss"] = loss
-        document = {"document": 7, "origin": "corpus.jsonl:8"}
-        samples = [{"sample": 8 * step - 8, "rank": 0, "loss": 11.0, "documents": [document]}]
-        event = {
-            "event": "spike",
-            "loss": loss,
-            "deviations": 30.0 - step,
-            "iteration": step,
-            "consumed_samples": 8 * step,
-        }
-        lines.append({**event, "samples": samples})
-
-
-def hang(lines: Lines, start: dict[str, Any]) -> None:
-    """No progress; every rank wrote where it stands."""
-    put_on_gpus(lines, start, mfu=0.42)
-    end = {"iteration": STEPS, "exit_code": 77, "reason": "HangError: no progress for 1800 s"}
-    start["end"] = {"time": "2026-11-29T00:31:00+0000", **end}
-
-
-MADE: dict[str, Callable[[Lines, dict[str, Any]], None]] = {
-    "low-gpu-use": use_little,
-    "fp32": use_fp32,
-    "slow-loader": wait_for_data,
-    "slow-communication": wait_for_ranks,
-    "slowdown": slow_down,
-    "straggler": lag_behind,
-    "pipeline-bubble": wait_for_stages,
-    "out-of-memory": run_out_of_memory,
-    "loss-spikes": spike,
-    "stopped": hang,
-}
+MADE: dict[str, Callable[[Lines, dict[str, Any]], None]] = {"low-gpu-use": use_little, "fp32": use_fp32}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
