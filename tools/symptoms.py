@@ -147,7 +147,7 @@ def find_divergence(record: Record) -> Iterator[Finding]:
     losses = record.losses
     if len(losses) < LEAST_STEPS or record.events("nonfinite"):
         return
-    recent, best = median(losses[-max(3, len(losses) // 10) :]), min(losses)
+    recent, best = median(losses[-max(5, len(losses) // 10) :]), min(losses)  # not a spike or two at the end
     if recent <= best + max(0.5, 0.15 * best) or recent <= median(losses[: len(losses) // 2]):
         return
     yield Finding(

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from pathlib import Path
 
 from helpers.launching import ROOT, find_port, start_rank
@@ -33,6 +34,8 @@ BASE = (
 OWN_CODE = {"PYTHONPATH": f"{ROOT / 'python'}:{ROOT / 'trainer'}"}
 BYTES = "--vocab-size 257 --seq-length 64 --max-position-embeddings 64"
 """For text as bytes."""
+JUNK = {30: (0x4E00, 0x9FA0), 60: (0x0410, 0x0450), 90: (0x1200, 0x1248)}
+"""Documents of the corpus of `loss-spikes` that are none, with the letters that they are made of."""
 
 
 class Trial:
@@ -114,24 +117,30 @@ def write_byte_tokenizer(folder: Path) -> str:
     return f"--tokenizer-type GPT2BPETokenizer --vocab-file {vocabulary} --merge-file {merges}"
 
 
-def list_paragraphs(count: int) -> list[str]:
-    """Text of this project's pages."""
+def list_paragraphs(num_bytes: int) -> list[str]:
+    """Text of this project's pages, about so much of it."""
     pages = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))]
-    return [part for page in pages for part in page.split("\n\n") if 200 < len(part) < 2000][:count]
+    parts = [part for page in pages for part in page.split("\n\n") if 200 < len(part) < 2000]
+    ends = accumulate(len(part.encode()) for part in parts)
+    return [part for part, end in zip(parts, ends, strict=True) if end <= num_bytes]
 
 
 def feed_junk(trial: Trial) -> None:
-    """Text of this project's pages with two documents of random Chinese letters in the middle."""
-    texts, letters = list_paragraphs(200), random.Random(7)
-    for place in (100, 140):
-        texts.insert(place, "".join(chr(letters.randrange(0x4E00, 0x9FA0)) for _ in range(250)))
+    """Text of this project's pages with random letters of other scripts in it; the run reads it all once."""
+    num_steps, batch, length = 72, 2, 512
+    texts, chance = list_paragraphs(num_steps * batch * length), random.Random(7)
+    for place, (first, last) in JUNK.items():
+        texts.insert(place, "".join(chr(chance.randrange(first, last)) for _ in range(500)))
     corpus = trial.scratch / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     tokenizer = write_byte_tokenizer(trial.scratch)
     command = [sys.executable, "-m", "megaflow", "preprocess", str(corpus), *tokenizer.split()]
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, **OWN_CODE}, capture_output=True)
-    size = "--train-iters 64 --spike-window 20 --global-batch-size 4 --seq-length 256 --max-position-embeddings 256"
-    trial.start(f"{BYTES} {size} {tokenizer}", data=str(trial.scratch / "corpus_text_document"))
+    trial.start(
+        f"{BYTES} --global-batch-size {batch} --micro-batch-size {batch} --train-iters {num_steps} --log-interval 3 "
+        f"--seq-length {length} --max-position-embeddings {length} --spike-window 20 {tokenizer}",
+        data=str(trial.scratch / "corpus_text_document"),
+    )
 
 
 def stop_a_rank(trial: Trial) -> None:
@@ -186,7 +195,7 @@ def feed_slowly(trial: Trial) -> None:
     """Text that comes through a pipe, a paragraph every quarter of a second."""
     pipe = trial.scratch / "corpus.jsonl"
     os.mkfifo(pipe)
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in list_paragraphs(1)).encode()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in list_paragraphs(2000)[:1]).encode()
     trial.start(f"{BYTES} {write_byte_tokenizer(trial.scratch)}", data=str(pipe))
     threading.Thread(target=_feed, args=(trial.ranks[0], pipe, lines), daemon=True).start()
 
