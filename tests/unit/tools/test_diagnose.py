@@ -18,7 +18,7 @@ import pytest
 import diagnose
 import run_record
 from findings import Finding
-from helpers.troubled_runs import JUNK as STRANGE_DOCUMENTS
+from helpers import recorded_runs, troubled_runs
 from run_record import Record, read_record
 from symptoms import RULES, find_overflow
 from symptoms_of_speed import find_communication, find_low_use, find_slowdown, find_stragglers
@@ -77,7 +77,7 @@ def test_what_is_told_of_each_recorded_run() -> None:
     assert re.search(r"tokens/s/GPU before, \d+ now; most of a step is (forward|backward)", seen["slowdown"])
     assert re.search(r"rank 2 on node0: \d+ ms of its own work a step", seen["straggler"])
     assert "2 micro-batches on 2 stages; (p - 1) / (m + p - 1) = 33%" in seen["pipeline-bubble"]
-    assert "loss 4.19 at first, 4.03 at best, 20.99 at last" in seen["divergence"]
+    assert "loss 4.19 at first, 4.03 at best, 11.36 at last" in seen["divergence"]
     assert "iteration 13, phase communication; rank 1 on node0 did not even write" in seen["stopped"]
 
 
@@ -89,6 +89,22 @@ def test_nothing_is_found_in_a_healthy_run(capsys: pytest.CaptureFixture[str]) -
 def test_every_recorded_run_is_tested() -> None:
     assert {path.name for path in RUNS.iterdir()} == {"healthy", *ALL}
     assert {rule.symptom for rule in RULES} - {"killed"} == {*ALL} - {"fp32"}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_those_that_are_not_recorded_are_the_healthy_run_with_other_values(name: str) -> None:
+    lines, manifest = recorded_runs.read(RUNS / "healthy")
+    recorded_runs.MADE[name](lines, manifest["starts"][-1])
+    assert recorded_runs.read(RUNS / name) == (lines, manifest | {"name": name})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["loss-spikes", "out-of-memory", "stopped"])
+def test_a_new_recording_shows_the_same(name: str, tmp_path: Path) -> None:
+    recorded_runs.keep(troubled_runs.record(name, tmp_path), tmp_path / "kept" / name, tmp_path / name)
+    (found,) = diagnose.diagnose(read_record(tmp_path / "kept" / name))
+    assert (found.symptom, found.rank) == (name, RANKS[name])
+    assert str(tmp_path / name) not in (tmp_path / "kept" / name / "run.json").read_text()
 
 
 def test_every_flag_of_a_remedy_is_one_of_the_trainer() -> None:
@@ -112,7 +128,7 @@ def test_remedies_in_order_of_price_after_running_out_of_memory() -> None:
 def test_of_a_spike_the_junk_is_named() -> None:
     named = find("loss-spikes")[0].seen.partition("the samples above that hold ")[2].split(", ")
     assert {*named[::2]} == {"corpus.jsonl"}
-    assert int(named[1].removeprefix("line ")) - 1 in STRANGE_DOCUMENTS
+    assert int(named[1].removeprefix("line ")) - 1 in troubled_runs.JUNK
 
 
 def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
