@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -14,9 +13,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from doctor_files import check_files
+from doctor_lines import Asked, Line, first_line
 
 LEAST_PYTHON, LEAST_TORCH = (3, 10), (2, 11)
 BF16, FLASH, FP8 = (8, 0), (8, 0), (8, 9)
@@ -43,35 +44,6 @@ OPTIONAL = {
     "nltk": ("--split-sentences", "nltk"),
     "fsspec": ("remote inputs", "fsspec"),
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """What the run will use."""
-
-    data_path: str | None = None
-    vocab_file: Path | None = None
-    merge_file: Path | None = None
-    tokenizer_model: Path | None = None
-    save: Path = Path()
-    preset: str | None = None
-    checkpoints: int = 2
-    no_collective: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One finding."""
-
-    state: str
-    """ok, note or fail."""
-    topic: str
-    text: str
-    remedy: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +77,7 @@ def check_torch(asked: Asked) -> Iterator[Line]:
         yield Line(
             "fail",
             "torch",
-            f"cannot be imported: {_first(error)}",
+            f"cannot be imported: {first_line(error)}",
             "make build installs it; for the data alone it is not needed",
         )
         return
@@ -216,8 +188,13 @@ def check_memory(asked: Asked) -> Iterator[Line]:
 
 def check_disk(asked: Asked) -> Iterator[Line]:
     """Room and speed where checkpoints go."""
-    folder = next((path for path in (asked.save, *asked.save.resolve().parents) if path.is_dir()), None)
-    if folder is None or not os.access(folder, os.W_OK):
+    folder = next(path for path in (asked.save, *asked.save.resolve().parents) if os.path.lexists(path))
+    if not folder.is_dir():
+        what = "a link to nothing" if folder.is_symlink() and not folder.exists() else "a file"
+        text = f"--save {asked.save}: expected a folder for checkpoints, found that {folder} is {what}"
+        yield Line("fail", "disk", text, "another --save, or move it away")
+        return
+    if not os.access(folder, os.W_OK):
         yield Line("fail", "disk", f"{asked.save}: cannot be written", "another --save, or its permissions")
         return
     free, needed = shutil.disk_usage(folder).free, 0
@@ -268,61 +245,13 @@ def measure_disk(folder: Path) -> float:
         return PROBE_BYTES / (time.perf_counter() - start)
 
 
-def check_files(asked: Asked) -> Iterator[Line]:
-    """Data and tokenizer files."""
-    for flag, path in (("--vocab-file", asked.vocab_file), ("--tokenizer-model", asked.tokenizer_model)):
-        if path is not None:
-            yield _judge_json(flag, path)
-    if asked.merge_file is not None:
-        is_there = asked.merge_file.is_file()
-        remedy = "" if is_there else "megaflow-preprocess has GPT-2's own: leave both flags out"
-        yield Line("ok" if is_there else "fail", "tokenizer", _tell("--merge-file", asked.merge_file, is_there), remedy)
-    if asked.data_path is not None:
-        yield _judge_pair(asked.data_path)
-
-
-def _tell(flag: str, path: Path, is_there: bool) -> str:
-    return f"{flag} {path}" + ("" if is_there else ": no such file")
-
-
-def _judge_json(flag: str, path: Path) -> Line:
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        return Line(
-            "fail", "tokenizer", _tell(flag, file, False), "check the path, or leave the flag out for GPT-2's own"
-        )
-    if file.suffix != ".json":
-        return Line("ok", "tokenizer", _tell(flag, file, True))
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return Line("fail", "tokenizer", f"{flag} {file}: not JSON: {_first(error)}", "fetch it again: it is cut short")
-    return Line("ok", "tokenizer", f"{flag} {file}: {len(content):,} entries")
-
-
-def _judge_pair(prefix: str) -> Line:
-    try:
-        megaflow = importlib.import_module("megaflow")
-        data = megaflow.IndexedDataset(_find_prefix(prefix))
-    except (ImportError, OSError, ValueError) as error:
-        return Line(
-            "fail", "data", _first(error), "megaflow-preprocess makes the pair; megaflow verify PREFIX checks it"
-        )
-    return Line("ok", "data", f"{prefix}: {data.num_documents:,} documents, {data.num_tokens:,} tokens")
-
-
-def _find_prefix(prefix: str) -> str:
-    names = (prefix, f"{prefix}_text_document")
-    return next((name for name in names if Path(f"{name}.idx").is_file()), prefix)
-
-
 def check_packages(asked: Asked) -> Iterator[Line]:
     """Packages: there, broken, or missing. What an import raises, of whatever kind, is told."""
     for module, (purpose, package) in NEEDED.items():
         try:
             importlib.import_module(module)
         except Exception as error:  # as below
-            text = f"{package} cannot be imported: {type(error).__name__}: {_first(error)}"
+            text = f"{package} cannot be imported: {type(error).__name__}: {first_line(error)}"
             yield Line("fail", "packages", text, f"pip install --force-reinstall {package}; needed for {purpose}")
     missing = []
     for module, (purpose, package) in OPTIONAL.items():
@@ -332,7 +261,7 @@ def check_packages(asked: Asked) -> Iterator[Line]:
         try:
             importlib.import_module(module)
         except Exception as error:  # a package at fault may raise anything: OSError of a library, AttributeError
-            text = f"{package} is installed and cannot be imported: {type(error).__name__}: {_first(error)}"
+            text = f"{package} is installed and cannot be imported: {type(error).__name__}: {first_line(error)}"
             yield Line(
                 "fail", "packages", text, f"pip uninstall {package}, or a build for this torch; needed for {purpose}"
             )
@@ -347,10 +276,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "(version unknown)"
-
-
-def _first(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 PROGRAM = """

@@ -209,6 +209,9 @@ impl VocabSpec {
     }
 }
 
+/// Characters of a line that a message shows.
+const LONGEST_SHOWN: usize = 60;
+
 impl TokenizerSpec {
     /// Reads a `tokenizer.json`.
     ///
@@ -237,9 +240,11 @@ impl TokenizerSpec {
                 !right.contains(' ') && [*left, *right, &product].iter().all(|token| ids.contains_key(*token))
             });
             let Some((left, right)) = pair else {
+                let shown: String = line.chars().take(LONGEST_SHOWN).collect();
+                let more = if shown.len() < line.len() { " and more" } else { "" };
                 return Err(TokenizeError::invalid(format!(
-                    "line {number} of the merges, {line:?}, is not a pair of tokens of the vocabulary; \
-                     vocabulary and merges must be of the same tokenizer"
+                    "line {number} of the merges, {shown:?}{more}, is not a pair of tokens of the vocabulary; \
+                     vocabulary and merges must be of the same tokenizer, and not be mistaken for each other"
                 )));
             };
             pairs.push(MergeSpec::Pair(left.to_owned(), right.to_owned()));
@@ -446,6 +451,15 @@ mod tests {
     #[test]
     fn merges_of_another_vocabulary_are_refused_with_the_line() {
         let error = TokenizerSpec::from_vocab_and_merges(br#"{"a": 0, "b": 1}"#, "#version: 0.2\na b\n");
-        assert!(error.unwrap_err().to_string().contains("line 2 of the merges, \"a b\""));
+        assert!(error.unwrap_err().to_string().contains("line 2 of the merges, \"a b\", is not"));
+    }
+
+    #[test]
+    fn a_vocabulary_in_place_of_merges_is_not_printed_whole() {
+        let vocab = format!("{{{}\"z\": 9}}", "\"a\": 0, ".repeat(10_000));
+        let error = TokenizerSpec::from_vocab_and_merges(br#"{"a": 0}"#, &vocab).unwrap_err().to_string();
+        assert!(error.contains("line 1 of the merges, \"{\\\"a\\\": 0, "), "{error}");
+        assert!(error.contains("\" and more, is not a pair of tokens"), "{error}");
+        assert!(error.len() < 400, "{error}");
     }
 }

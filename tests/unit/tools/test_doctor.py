@@ -14,44 +14,12 @@ import pytest
 import doctor
 import doctor_checks
 from doctor_checks import Asked, Gpu, Line
-from helpers.pairs import write_pair
 
 Usage = namedtuple("Usage", "total used free")
 
 
 def fails(lines: list[Line]) -> list[Line]:
     return [line for line in lines if line.state == "fail"]
-
-
-def test_a_missing_vocabulary_is_named(tmp_path: Path) -> None:
-    (line,) = doctor_checks.check_files(Asked(vocab_file=tmp_path / "vocab.json"))
-    assert (line.state, line.topic) == ("fail", "tokenizer")
-    assert "no such file" in line.text
-    assert line.remedy
-
-
-def test_a_vocabulary_that_is_cut_short_is_named(tmp_path: Path) -> None:
-    (tmp_path / "vocab.json").write_text('{"a": 1, "b"')
-    (line,) = doctor_checks.check_files(Asked(vocab_file=tmp_path / "vocab.json"))
-    assert (line.state, "not JSON" in line.text) == ("fail", True)
-    (tmp_path / "vocab.json").write_text('{"a": 1, "b": 2}')
-    (line,) = doctor_checks.check_files(Asked(vocab_file=tmp_path / "vocab.json"))
-    assert (line.state, line.text.endswith("2 entries")) == ("ok", True)
-
-
-def test_missing_merges_and_data_are_named(tmp_path: Path) -> None:
-    lines = list(doctor_checks.check_files(Asked(merge_file=tmp_path / "m.txt", data_path=str(tmp_path / "corpus"))))
-    assert [line.topic for line in fails(lines)] == ["tokenizer", "data"]
-
-
-def test_a_pair_is_opened(tmp_path: Path) -> None:
-    prefix = write_pair(tmp_path / "toy")
-    (line,) = doctor_checks.check_files(Asked(data_path=prefix))
-    assert line.state == "ok"
-    assert "documents" in line.text
-    Path(f"{prefix}.bin").write_bytes(b"")
-    (line,) = doctor_checks.check_files(Asked(data_path=prefix))
-    assert line.state == "fail"
 
 
 def test_no_space_for_the_checkpoints_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +41,20 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor_checks, "measure_disk", fill)
     line = list(doctor_checks.check_disk(Asked(save=tmp_path)))[-1]
     assert (line.state, "No space left on device" in line.text) == ("fail", True)
+
+
+@pytest.mark.parametrize(
+    ("save", "what"), [("file", "is a file"), ("file/inside", "is a file"), ("link", "is a link to nothing")]
+)
+def test_a_file_where_checkpoints_should_go_is_told(tmp_path: Path, save: str, what: str) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (line,) = doctor_checks.check_disk(Asked(save=tmp_path / save))
+    assert (line.state, line.topic) == ("fail", "disk")
+    assert line.text.startswith(f"--save {tmp_path / save}: expected a folder for checkpoints, found that ")
+    assert line.text.endswith(what)
+    assert line.remedy == "another --save, or move it away"
+    assert not fails(list(doctor_checks.check_disk(Asked(save=tmp_path / "new" / "folder"))))
 
 
 def test_a_folder_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
