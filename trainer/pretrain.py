@@ -13,6 +13,11 @@ import time
 from collections.abc import Mapping, Sequence
 
 try:
+    from megaflow.cli.start import guard, unguard
+
+    if __name__ == "__main__":  # imports take a while
+        guard("stopped by Ctrl-C" if os.environ.get("RANK", "0") == "0" else "")
+
     from megaflow import __version__
     from megaflow.errors import ConfigError, MegaflowError
     from megaflow_trainer.config import format_help, read_command
@@ -48,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
         say_early(f"{missing.name} is not installed; run `make build`, then `. .venv/bin/activate`", rank=rank)
         return EXIT_BAD_CONFIG
 
+    unguard()
     return launch(config, notes, rank=rank, world_size=world_size, local_rank=local_rank)
 
 
@@ -101,5 +107,5 @@ def say_early(message: str, *, rank: int) -> None:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:  # before the run began, which says more
+    except KeyboardInterrupt:  # as the run begins, which says more from then on
         sys.exit(130)

@@ -1,5 +1,5 @@
 """`python -m megaflow` is `megaflow`."""
 
-from megaflow.cli.main import main
+from megaflow.cli.start import megaflow
 
-raise SystemExit(main())
+raise SystemExit(megaflow())

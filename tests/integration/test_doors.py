@@ -6,9 +6,11 @@ import os
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -88,30 +90,99 @@ def test_another_shell_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -
     assert "tcsh" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_a_command_in_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "tools/smoke.py"]
-    variables = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen(
-        command,
+def start(words: Sequence[str | Path], **variables: str) -> subprocess.Popen[str]:
+    """A command in a group of its own, as a terminal starts it."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
         cwd=ROOT,
-        env=variables,
+        env={**ENVIRONMENT, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def stop(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Ctrl-C, which a terminal sends to all of the group, and how it ended."""
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    return process.returncode, said
+
+
+def test_ctrl_c_ends_a_command_in_one_line(tmp_path: Path) -> None:
+    process = start(["tools/smoke.py"], TMPDIR=str(tmp_path))
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("megaflow_smoke_*")) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.3)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of its group
-    _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, "stopped by Ctrl-C\n")
+    assert stop(process) == (130, "stopped by Ctrl-C\n")
     assert list(tmp_path.glob("megaflow_smoke_*")) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "sentence"),
+    [
+        (["tools/plan.py"], "yaml", "stopped by Ctrl-C\n"),
+        (["tools/diagnose.py", "RUN"], "yaml", "stopped by Ctrl-C\n"),
+        (["tools/doctor.py"], "tempfile", "stopped by Ctrl-C\n"),
+        (["-m", "megaflow", "stats", "PREFIX"], "numpy", "megaflow: stopped by Ctrl-C\n"),
+        (
+            ["-c", "from megaflow.cli.start import preprocess; preprocess()"],
+            "dataclasses",
+            "megaflow-preprocess: stopped",
+        ),
+        (["trainer/pretrain.py"], "yaml", "stopped by Ctrl-C\n"),
+    ],
+    ids=lambda part: str(part)[:30],
+)
+def test_ctrl_c_while_a_command_is_still_imported_is_one_line(
+    words: list[str], module: str, sentence: str, tmp_path: Path
+) -> None:
+    begun = tmp_path / "begun"
+    (tmp_path / f"{module}.py").write_text(f"import os, time\nos.mkdir({str(begun)!r})\ntime.sleep(60)\n")
+    process = start(words, PYTHONPATH=os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]]))
+    deadline = time.monotonic() + 60
+    while not begun.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    code, said = stop(process)
+    assert code == 130
+    assert said.startswith(sentence)
+    assert said.count("\n") == 1
+
+
+def test_ctrl_c_ends_doctor_in_one_line() -> None:
+    process = start(["tools/doctor.py"])
+    assert process.stdout is not None
+    assert "python" in process.stdout.readline()
+    assert stop(process) == (130, "stopped by Ctrl-C\n")
+
+
+def test_ctrl_c_ends_a_long_plan_in_one_line() -> None:
+    process = start(["tools/plan.py", "--gpus", "2048", "--preset", "deepseek_v3", "--micro-batch-size", *"1248"])
+    time.sleep(3)
+    code, said = stop(process)
+    *progress, last = said.splitlines()
+    assert (code, last) == (130, "stopped by Ctrl-C")
+    assert all(line.startswith("planning ") for line in progress)
+
+
+def test_ctrl_c_ends_long_statistics_in_one_line(tmp_path: Path) -> None:
+    tokens = 2**31 - 1
+    index = struct.pack("<9sQBQQiq2q", b"MMIDIDX\0\0", 1, 8, 1, 2, tokens, 0, 0, 1)
+    (tmp_path / "long.idx").write_bytes(index)
+    with (tmp_path / "long.bin").open("wb") as file:
+        file.truncate(2 * tokens)  # a hole: no space on the disk
+    process = start(["-m", "megaflow", "stats", str(tmp_path / "long")])
+    time.sleep(2)
+    code, said = stop(process)
+    assert code == 130
+    assert said.splitlines()[-1].endswith("stopped by Ctrl-C")
+    assert "Traceback" not in said
 
 
 def test_a_reader_that_has_gone_is_no_fault() -> None:
     line = f"'{sys.executable}' tools/plan.py --rows | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
+    assert [line for line in done.stderr.splitlines() if not line.startswith("planning ")] == []
     assert done.stdout.splitlines()[-1] == "0"

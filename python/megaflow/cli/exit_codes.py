@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from megaflow.cli.start import INTERRUPTED, unguard
 from megaflow.errors import (
     CheckpointError,
     ConfigError,
@@ -15,7 +16,7 @@ from megaflow.errors import (
     TokenizerError,
 )
 
-USAGE, NO_DOCUMENTS, BAD_DATA, FILES, INTERRUPTED, TERMINATED = 2, 3, 4, 5, 130, 143
+USAGE, NO_DOCUMENTS, BAD_DATA, FILES, TERMINATED = 2, 3, 4, 5, 143
 
 TABLE = """exit codes:
   0  done
@@ -41,6 +42,7 @@ def run(name: str, command: Callable[[], None], *, on_stop: Callable[[bool], str
     """
     before = signal.signal(signal.SIGTERM, _raise_terminated)
     try:
+        unguard()
         command()
         sys.stdout.flush()
     except MegaflowError as error:

@@ -91,6 +91,7 @@ def test_a_search_computes_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_long_search_says_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--gpus", "8", "--preset", "llama2_7b", "--json"]
+    monkeypatch.setattr("megaflow.cli.options.PLAIN_LINE_EVERY_S", 1e9)
     assert plan.main(words) == 0
     brief = capsys.readouterr()
     assert brief.err == ""  # nothing for a search that is over at once
