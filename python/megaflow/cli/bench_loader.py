@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow bench-
         content = measure(parsed)
         print_json(content) if parsed.json else print("\n".join(_words(content)))
 
-    return exit_codes.run(prog, command)
+    return exit_codes.run(prog, command, arguments=arguments)
 
 
 def _parser(prog: str) -> Any:

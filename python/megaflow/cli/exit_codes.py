@@ -1,9 +1,10 @@
 """How a command ends: one sentence and a code, never a traceback for what a user can mend."""
 
+import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megaflow.cli.start import INTERRUPTED, unguard
 from megaflow.errors import (
@@ -28,7 +29,17 @@ TABLE = """exit codes:
 Nothing incomplete ever has its final name."""
 
 
-def run(name: str, command: Callable[[], None], *, on_stop: Callable[[bool], str] | None = None) -> int:
+class ToldError(DataFormatError):
+    """Faults of data that a report on standard output has told already."""
+
+
+def run(
+    name: str,
+    command: Callable[[], None],
+    *,
+    on_stop: Callable[[bool], str] | None = None,
+    arguments: Sequence[str] | None = (),
+) -> int:
     """Runs a command; faults end in one sentence on standard error.
 
     Args:
@@ -36,6 +47,8 @@ def run(name: str, command: Callable[[], None], *, on_stop: Callable[[bool], str
         command: the work.
         on_stop: what to add when it was stopped or failed, such as that the same command goes on; empty for nothing. It
             is told whether the data were the cause.
+        arguments: those of the command, None for the process's own. With `--json` among them a fault is an object on
+            standard output as well.
 
     Returns:
         The exit code.
@@ -46,6 +59,8 @@ def run(name: str, command: Callable[[], None], *, on_stop: Callable[[bool], str
         command()
         sys.stdout.flush()
     except MegaflowError as error:
+        if "--json" in (sys.argv[1:] if arguments is None else arguments) and not isinstance(error, ToldError):
+            print(json.dumps({"error": str(error)}, ensure_ascii=False), flush=True)
         _say(name, str(error), on_stop if isinstance(error, (OSError, DataFormatError)) else None, error)
         return code_of(error)
     except KeyboardInterrupt:

@@ -57,4 +57,4 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow import
         print(f"  documents  {report.documents:,}{empty}")
         print(f"  tokens     {report.tokens:,} as {report.dtype}")
 
-    return exit_codes.run(prog, command)
+    return exit_codes.run(prog, command, arguments=arguments)

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow inspec
                 content = describe(parsed.prefix, progress=progress)
         print_json(content) if parsed.json else print("\n".join(words(content)))
 
-    return exit_codes.run(prog, command)
+    return exit_codes.run(prog, command, arguments=arguments)
 
 
 def _parser(prog: str) -> Any:

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow merge"
             as_json=parsed.json,
         )
 
-    return exit_codes.run(prog, command)
+    return exit_codes.run(prog, command, arguments=arguments)
 
 
 def main_megatron(arguments: Sequence[str] | None = None, *, prog: str = "merge_datasets.py") -> int:

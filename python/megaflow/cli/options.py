@@ -28,7 +28,7 @@ def build_parser(prog: str, description: str) -> Parser:
 
 def add_json(parser: Parser) -> None:
     """`--json`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text, of a fault too")
 
 
 def add_tokenizer(parser: Parser, default: str = "the one that the sidecar names, if it is at hand") -> None:

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow stats"
         else:
             print("\n".join([*_table(pairs), *(line for pair in pairs for line in _id_words(pair))]))
 
-    return exit_codes.run(prog, command)
+    return exit_codes.run(prog, command, arguments=arguments)
 
 
 def _sum(pairs: list[dict[str, Any]], name: str) -> int:

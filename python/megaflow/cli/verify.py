@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from megaflow.cli import exit_codes
 from megaflow.cli.options import add_json, build_parser, megabytes, plural, print_json, show_bytes
-from megaflow.errors import DataFormatError
 from megaflow.verifying import VerifyReport, verify
 
 
@@ -37,9 +36,9 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "megaflow verify
             )
         print_json(dataclasses.asdict(report)) if parsed.json else _print(report, prog, stamp=not parsed.no_stamp)
         if report.num_faults:
-            raise DataFormatError(f"{report.prefix}: {plural(report.num_faults, 'fault')}")
+            raise exit_codes.ToldError(f"{report.prefix}: {plural(report.num_faults, 'fault')}")
 
-    return exit_codes.run(prog, command)
+    return exit_codes.run(prog, command, arguments=arguments)
 
 
 def _print(report: VerifyReport, prog: str, *, stamp: bool) -> None:
