@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from megaflow_trainer.training.clock import (
     Clock,
 )
 from megaflow_trainer.training.feed import Feed
-from megaflow_trainer.training.metrics import describe_stragglers, format_line
+from megaflow_trainer.training.metrics import describe_stragglers, find_median_without, format_line
 
 CPU = torch.device("cpu")
 
@@ -250,13 +251,24 @@ def test_a_skipped_step_is_called_an_overflow_where_there_is_a_loss_scale() -> N
     )
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_the_median_of_the_others_is_that_of_the_list_without_one(size: int) -> None:
+    numbers = [float((7 * number) % 5) for number in range(size)]
+    for place, number in enumerate(numbers):
+        assert find_median_without(sorted(numbers), number) == median(numbers[:place] + numbers[place + 1 :])
+
+
 def test_a_slow_rank_is_told_and_a_fast_crowd_is_not() -> None:
     even = {"work_by_rank_s": [0.1, 0.11, 0.1, 0.12], "loader_bound_by_rank_s": [0.0] * 4}
     assert describe_stragglers(even, 1.3) == []
     slow = {"work_by_rank_s": [0.1, 0.1, 0.2, 0.1], "loader_bound_by_rank_s": [0.0, 0.3, 0.0, 0.0]}
     assert describe_stragglers(slow, 1.3) == [
-        " rank 1 waits for data: 300.0 ms a step, the median is 0.0",
-        " rank 2 is slow: 200.0 ms of its own work a step, the median is 100.0",
+        " rank 1 waits for data: 300.0 ms a step, the median of the others is 0.0",
+        " rank 2 is slow: 200.0 ms of its own work a step, the median of the others is 100.0",
+    ]
+    two = {"work_by_rank_s": [0.1, 0.14], "loader_bound_by_rank_s": [0.0, 0.0]}
+    assert describe_stragglers(two, 1.3) == [
+        " rank 1 is slow: 140.0 ms of its own work a step, the median of the others is 100.0"
     ]
     assert describe_stragglers(slow, 0) == []
     assert describe_stragglers({}, 1.3) == []

@@ -99,7 +99,7 @@ class GuardConfig:
     hang_s: float = 1800.0
     """Seconds without progress after which every rank writes where it stands and ends; 0: never."""
     straggler_ratio: float = 1.3
-    """A rank that computes this many times longer than the median rank is told; 0: off."""
+    """A rank that computes this many times longer than the others' median is told; 0: off."""
 
     def __post_init__(self) -> None:
         raise_faults(

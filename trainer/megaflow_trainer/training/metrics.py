@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from statistics import median
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -136,20 +136,27 @@ class MetricsLog:
 
 
 def describe_stragglers(values: Mapping[str, Any], ratio: float) -> list[str]:
-    """A line for each rank that works or waits for its data much longer than the median rank; 0 asks for none."""
+    """A line for each rank that works or waits for its data much longer than the others' median; 0 asks for none."""
     works, waits = values.get("work_by_rank_s", []), values.get("loader_bound_by_rank_s", [])
     if len(works) < 2 or ratio == 0:
         return []
-    lines = []
-    usual, waited = median(works), median(waits)
+    lines, others = [], "the median of the others is"
+    by_work, by_wait = sorted(works), sorted(waits)
     for rank, (work, wait) in enumerate(zip(works, waits, strict=True)):
+        usual, waited = find_median_without(by_work, work), find_median_without(by_wait, wait)
         if work > ratio * usual:
-            lines.append(
-                f" rank {rank} is slow: {work * 1e3:.1f} ms of its own work a step, the median is {usual * 1e3:.1f}"
-            )
+            own = f"{work * 1e3:.1f} ms of its own work a step"
+            lines.append(f" rank {rank} is slow: {own}, {others} {usual * 1e3:.1f}")
         if wait - waited > (ratio - 1) * usual:
-            lines.append(f" rank {rank} waits for data: {wait * 1e3:.1f} ms a step, the median is {waited * 1e3:.1f}")
+            lines.append(f" rank {rank} waits for data: {wait * 1e3:.1f} ms a step, {others} {waited * 1e3:.1f}")
     return lines
+
+
+def find_median_without(ordered: Sequence[float], value: float) -> float:
+    """The median of all but `value`, one of at least two numbers in their order."""
+    place, last = bisect_left(ordered, value), len(ordered) - 2
+    low, high = (ordered[at + (at >= place)] for at in (last // 2, (last + 1) // 2))
+    return (low + high) / 2
 
 
 def format_line(values: Mapping[str, Any], num_steps: int) -> str:
