@@ -100,8 +100,10 @@ def list_messages(path: Path) -> Iterator[str]:
             lines = [part for part in ast.walk(node) if names(part, "Line")]
             told = {id(part) for line in lines for part in ast.walk(line)}  # by the last rule
             found = [part for part in ast.walk(node) if isinstance(part, ast.JoinedStr) and id(part) not in told]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "error":
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and tells_fault(node.func):
             found = list(node.args[:1])
+        elif isinstance(node, ast.keyword) and node.arg == "fault":
+            found = [node.value]
         elif isinstance(node, ast.Call) and names(node, "Line") and spell(node.args[0]) != "ok":
             found = list(node.args[2:])
         yield from (message for message in map(spell, found) if len(message) > 20 and " " in message)
@@ -110,6 +112,11 @@ def list_messages(path: Path) -> Iterator[str]:
 def names(node: ast.AST, name: str) -> bool:
     """Whether a node calls a function of this name."""
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+def tells_fault(method: ast.Attribute) -> bool:
+    """Whether a method is `parser.error`, or adds to a list of faults."""
+    return method.attr == "error" or (method.attr == "append" and ast.unparse(method.value).endswith("faults"))
 
 
 def names_error(call: ast.Call) -> bool:

@@ -58,6 +58,7 @@ def test_the_list_of_messages_holds_those_of_all_parts() -> None:
         "## `tools/plan.py`",
         "--ranks must be >= 1, got {...}",
         "at least 3.10 is needed",
+        "write the value without a tag",
         "## `python/megaflow/__init__.py`",  # without the quotes a page shows "init.py" in bold
         "parallel.zero 3",
     ):
