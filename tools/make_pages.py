@@ -89,24 +89,43 @@ def make_errors() -> str:
 
 def list_messages(path: Path) -> Iterator[str]:
     """What a user may be told: the messages of errors raised and of wrong flags, the faults that checks of a
-    configuration (`check_...`) put together, and what doctor does not find good.
+    configuration (`check_...`) put together, sentences with a remedy that the configuration and `explain_...` return,
+    and what doctor does not find good.
     """
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
         found: list[ast.AST] = []
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and names_error(node.exc):
             found = list(node.exc.args[:1])
-        elif isinstance(node, ast.FunctionDef) and node.name.startswith("check_"):
-            lines = [part for part in ast.walk(node) if names(part, "Line")]
-            told = {id(part) for line in lines for part in ast.walk(line)}  # by the last rule
-            found = [part for part in ast.walk(node) if isinstance(part, ast.JoinedStr) and id(part) not in told]
+        elif isinstance(node, ast.FunctionDef):
+            is_check = node.name.startswith("check_")
+            is_description = node.name.startswith("describe_") or path.stem == "help"
+            if is_check or node.name.startswith("explain_") or ("config" in path.parts and not is_description):
+                texts = list_strings(node)
+                found = [part for part in texts if is_check and isinstance(part, ast.JoinedStr)]
+                found += [part for part in texts if part not in found and is_sentence(spell(part))]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and tells_fault(node.func):
             found = list(node.args[:1])
         elif isinstance(node, ast.keyword) and node.arg == "fault":
             found = [node.value]
         elif isinstance(node, ast.Call) and names(node, "Line") and spell(node.args[0]) != "ok":
             found = list(node.args[2:])
-        yield from (message for message in map(spell, found) if len(message) > 20 and " " in message)
+        yield from (message for message in map(spell, found) if len(message) > 20 and " " in message.strip())
+
+
+def list_strings(function: ast.FunctionDef) -> list[ast.AST]:
+    """Texts that a function makes, but for its docstring, parts of larger texts, and what it raises or tells itself."""
+    told = [part for part in ast.walk(function) if names(part, "Line") or isinstance(part, ast.Raise)]
+    texts = [part for part in ast.walk(function) if isinstance(part, ast.JoinedStr)]
+    inner = {id(part) for owner in [*told, *texts] for part in ast.walk(owner) if part is not owner}
+    plain = [part for part in ast.walk(function) if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    notes = {id(part.value) for part in ast.walk(function) if isinstance(part, ast.Expr)}
+    return [part for part in [*texts, *plain] if id(part) not in inner | notes]
+
+
+def is_sentence(text: str) -> bool:
+    """Whether a text is a whole message: it says what is not so, or ends in what to do."""
+    return text[:1] not in tuple(" ;:,") and ("; " in text or " is not " in text)
 
 
 def names(node: ast.AST, name: str) -> bool:

@@ -59,6 +59,10 @@ def test_the_list_of_messages_holds_those_of_all_parts() -> None:
         "--ranks must be >= 1, got {...}",
         "at least 3.10 is needed",
         "write the value without a tag",
+        "{...} is not a flag of this trainer",
+        "x accumulation has no solution",
+        "{...}: not YAML: {...}; {...}",
+        "error: nothing fits on {...} GPUs",
         "## `python/megaflow/__init__.py`",  # without the quotes a page shows "init.py" in bold
         "parallel.zero 3",
     ):
