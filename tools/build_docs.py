@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from doors import run_door
 from setup_env import ROOT, Environment, output_of, prepare_or_exit, say
 
 SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -50,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_door(main))

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from doors import run_door
+
 ROOT_MANIFEST = Path(__file__).resolve().parents[1] / "Cargo.toml"
 ALLOWED: dict[str, set[str]] = {
     "megaflow-core": set(),
@@ -72,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_door(main))

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
+
+from doors import run_door
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (
@@ -35,4 +38,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_door(main))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from demo_corpus import write_corpus
+from doors import ShowVersion, run_door
 from setup_env import ROOT, Environment, prepare_or_exit
 
 DEMO = Path("demo")
@@ -50,6 +51,7 @@ PHASES = {
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--version", action=ShowVersion)
     parser.add_argument("--train-iters", type=int, default=60, help="steps of the training (default: 60)")
     options = parser.parse_args()
     start = time.monotonic()
@@ -172,4 +174,4 @@ what to try next
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_door(main))

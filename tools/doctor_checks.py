@@ -25,6 +25,7 @@ BF16, FLASH, FP8 = (8, 0), (8, 0), (8, 9)
 PROBE_BYTES = 64 << 20
 LEAST_SHARED_GB = 1.0
 SLOW_DISK = 100e6
+LONGEST_NAME = 200
 NEEDED = {
     "numpy": ("everything", "numpy"),
     "rich": ("the data commands", "rich"),
@@ -188,6 +189,14 @@ def check_memory(asked: Asked) -> Iterator[Line]:
 
 def check_disk(asked: Asked) -> Iterator[Line]:
     """Room and speed where checkpoints go."""
+    try:
+        asked.save.lstat()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass  # it will be made, or what is above it is at fault
+    except OSError as error:
+        shown = str(asked.save) if len(str(asked.save)) < LONGEST_NAME else f"{str(asked.save)[:LONGEST_NAME]}..."
+        yield Line("fail", "disk", f"--save {shown}: {error.strerror}", "another --save")
+        return
     folder = next(path for path in (asked.save, *asked.save.resolve().parents) if os.path.lexists(path))
     if not folder.is_dir():
         what = "a link to nothing" if folder.is_symlink() and not folder.exists() else "a file"

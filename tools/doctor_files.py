@@ -8,7 +8,7 @@ from pathlib import Path
 
 from doctor_lines import Asked, Line, first_line
 
-LONGEST_TEXT = 300
+LONGEST_TEXT = 450
 AGAIN = "fetch it again; without tokenizer flags GPT-2's own is taken, which needs no file"
 
 
@@ -39,6 +39,8 @@ def _judge_file(flag: str, path: Path) -> Iterator[Line]:
 def _judge_tokenizer(given: Mapping[str, Path]) -> Line:
     """The tokenizer that the files make."""
     names = ", ".join(f"{flag} {path}" for flag, path in given.items())
+    if list(given) == ["--merge-file"]:
+        return Line("fail", "tokenizer", f"{names}: the vocabulary of these merges is not named", "--vocab-file FILE")
     try:
         if _are_swapped(given):
             swapped = f"--vocab-file {given['--merge-file']} --merge-file {given['--vocab-file']}"

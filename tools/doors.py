@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 INTERRUPTED = 130
 
 
-def run_door(main: Callable[[], int]) -> int:
+def run_door(main: Callable[[], int | None]) -> int:
     """Run a command; Ctrl-C is one line and code 130, a closed pipe is no fault."""
     try:
         if signal.getsignal(signal.SIGINT) is _leave:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = main()
+        code = main() or 0
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)

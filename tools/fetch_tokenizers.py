@@ -17,12 +17,14 @@ import ast
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
+from doors import run_door
 from tokenizer_sources import PACKAGES, REFERENCES, SPLITS, Package, Split
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,7 +183,7 @@ def fetch(folder: Path, *, accept_unknown: bool = False) -> None:
         print(f"    source: {package.source}; licence: {package.licence}", flush=True)
     fetch_references(folder, accept_unknown=accept_unknown)
     write_rules(folder)
-    print(f"{folder}: complete; now `pytest -m tokenizers --tokenizers {folder}`")
+    print(f"{folder}: complete; now `pytest -m tokenizers --tokenizers {shlex.quote(str(folder))}`")
 
 
 def main() -> None:
@@ -199,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_door(main))

@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "tests")]
 import torch  # noqa: E402
 
 import megaflow  # noqa: E402
+from doors import run_door  # noqa: E402
 from helpers.pairs import write_pair  # noqa: E402
 from helpers.runs import read_metrics, run_tiny  # noqa: E402
 
@@ -53,4 +54,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_door(main))

@@ -18,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python")]
 
+from doors import run_door  # noqa: E402
 from megaflow_trainer.config import fields, read_command  # noqa: E402
 from megaflow_trainer.config.flags import FLAGS, LEGACY, NOT_BUILT  # noqa: E402
 from megaflow_trainer.config.hardware import find_gpu  # noqa: E402
@@ -209,4 +210,4 @@ def read(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_door(main))

@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT / "tests")]
 
 import numpy as np  # noqa: E402
 
+from doors import run_door  # noqa: E402
 from fetch_tokenizers import DEFAULT_FOLDER, references_folder  # noqa: E402
 from helpers.families import FETCHED, SHARED, corpora, digest, path_of, reference  # noqa: E402
 
@@ -48,4 +49,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_door(main))

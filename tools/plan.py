@@ -125,6 +125,13 @@ def show_plan(options: argparse.Namespace, flags: Sequence[str]) -> int:
     for name in ("gpus", "gpus_per_node", "top"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(options, name)}")
+    if options.gpus > options.gpus_per_node and options.gpus % options.gpus_per_node:
+        sizes = (size for size in range(options.gpus_per_node, 0, -1) if options.gpus % size == 0)
+        whole = options.gpus // options.gpus_per_node * options.gpus_per_node
+        raise ConfigError(
+            f"--gpus {options.gpus} is no multiple of --gpus-per-node {options.gpus_per_node}, and all machines start "
+            f"as many ranks; give --gpus {whole} or {whole + options.gpus_per_node}, or --gpus-per-node {next(sizes)}"
+        )
     gpu = find_gpu(options.gpu)
     memory_gb = gpu.memory_gb if options.memory_gb is None else options.memory_gb
     if not (math.isfinite(memory_gb) and 0 <= options.reserve_gb < memory_gb):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from doors import run_door
 from setup_env import ROOT, prepare_or_exit
 from steps import Step, run_steps, sum_up
 
@@ -60,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_door(main))

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 
+from doors import run_door
 from setup_env import ROOT, Environment, prepare_or_exit
 from steps import Step, run_steps, sum_up
 
@@ -45,4 +46,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_door(main))

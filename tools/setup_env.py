@@ -27,6 +27,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from doors import INTERRUPTED, run_door
+
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST_PYTHON = (3, 10)
 OLDEST_RUST = (1, 85)
@@ -399,6 +401,7 @@ def prepare_or_exit(*, extension: bool = True) -> Environment:
             print(f"[setup] {line}", file=sys.stderr)
     except KeyboardInterrupt:
         print("\n[setup] stopped; the next run goes on from here", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
     raise SystemExit(1)
 
 
@@ -412,4 +415,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_door(main))

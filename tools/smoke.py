@@ -23,7 +23,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from doors import DeskParser, run_door
+from doors import DeskParser, guard_start, run_door
+
+if __name__ == "__main__":
+    guard_start()
+
 from waiting import Waiting
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -227,6 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags = shlex.split(options.flags)
     except ValueError as error:
         parser.error(f"--flags cannot be read: {error}: {options.flags}")
+    if options.folder is not None and options.folder.exists() and not options.folder.is_dir():
+        parser.error(f"--folder {options.folder}: expected a folder, or a name that is free, found a file")
     names = {"--vocab-file": options.vocab_file, "--merge-file": options.merge_file}
     tokenizer = [word for flag, value in names.items() if value for word in (flag, value)]
     with tempfile.TemporaryDirectory(prefix="megaflow_smoke_") as scratch, Waiting("smoke") as waiting:

@@ -6,6 +6,7 @@ Here are those about loss and gradients, and the table of all.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
@@ -43,9 +44,14 @@ def find_nonfinite(record: Record) -> Iterator[Finding]:
         cause=cause,
         remedies=(
             *_calm(record),
-            f"megaflow inspect --run {record.folder} --iteration {first['iteration']}: the documents of that step",
+            _inspect(record, first),
         ),
     )
+
+
+def _inspect(record: Record, event: Mapping[str, Any]) -> str:
+    folder = shlex.quote(str(record.folder))
+    return f"megaflow inspect --run {folder} --iteration {event['iteration']}: the documents of that step"
 
 
 def _lr_at(record: Record, iteration: int) -> str:
@@ -123,7 +129,7 @@ def find_spikes(record: Record) -> Iterator[Finding]:
         + (f"; the samples above that hold {', '.join(named)}" if named else ""),
         cause="unusual documents, or a rate that is too high for the batch",
         remedies=(
-            f"megaflow inspect --run {record.folder} --iteration {worst['iteration']}: the documents of that step",
+            _inspect(record, worst),
             "leave bad documents out and preprocess again",
             *_calm(record),
         ),

@@ -51,6 +51,8 @@ def find_end(record: Record) -> Iterator[Finding]:
     code = record.end.get("exit_code")
     if not isinstance(code, int) or code not in _ADVICE or _is_short_of_memory(record):
         return
+    if code == exit_codes.DIVERGED and record.events("nonfinite"):
+        return  # told with the steps
     cause, do = exit_codes.MEANINGS[code], _ADVICE[code]
     if code == exit_codes.HUNG:
         cause, do = _find_hung(record, cause, do)
@@ -67,6 +69,7 @@ def find_end(record: Record) -> Iterator[Finding]:
 _ADVICE = {
     exit_codes.FAULT: "mend what that sentence says, then start the same command again; python tools/doctor.py looks "
     "at the machine",
+    exit_codes.DIVERGED: "a lower --lr, a longer --lr-warmup-iters, --clip-grad 1.0, --bf16",
     exit_codes.HUNG: "look into stacks/rank_N.txt of the run folder, then start the same command again",
     exit_codes.RANK_LOST: "the message of the rank that died says why, or the system's log (dmesg: out of memory)",
     exit_codes.STOPPED: "start the same command again",

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from doors import run_door
 from setup_env import ROOT, Environment, output_of, prepare_or_exit, say
 
 PACKAGES = ("lightning>=2.4", "transformers>=4.45", "accelerate>=1.0", "jax>=0.4.30")
@@ -53,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_door(main))

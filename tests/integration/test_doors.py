@@ -34,9 +34,9 @@ def call(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_door_tells_its_version(door: str) -> None:
-    done = call(*DOORS[door], "--version")
+@pytest.mark.parametrize("words", [*DOORS.values(), ["trainer/convert_hf.py"], ["tools/demo.py"]], ids=str)
+def test_a_door_tells_its_version(words: list[str]) -> None:
+    done = call(*words, "--version")
     assert (done.returncode, done.stderr) == (0, "")
     assert megaflow.__version__ in done.stdout
     assert len(done.stdout.splitlines()) == 1
@@ -110,6 +110,13 @@ def stop(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, said
 
 
+def test_smoke_takes_no_file_for_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    done = call("tools/smoke.py", "--folder", str(tmp_path / "file"))
+    assert done.returncode == 2
+    assert f"--folder {tmp_path / 'file'}: expected a folder, or a name that is free, found a file" in done.stderr
+
+
 def test_ctrl_c_ends_a_command_in_one_line(tmp_path: Path) -> None:
     process = start(["tools/smoke.py"], TMPDIR=str(tmp_path))
     deadline = time.monotonic() + 60
@@ -133,6 +140,7 @@ def test_ctrl_c_ends_a_command_in_one_line(tmp_path: Path) -> None:
             "megaflow-preprocess: stopped",
         ),
         (["trainer/pretrain.py"], "yaml", "stopped by Ctrl-C\n"),
+        (["trainer/convert_hf.py", "export", "CHECKPOINTS", "FOLDER"], "yaml", "stopped by Ctrl-C\n"),
     ],
     ids=lambda part: str(part)[:30],
 )
@@ -149,6 +157,17 @@ def test_ctrl_c_while_a_command_is_still_imported_is_one_line(
     assert code == 130
     assert said.startswith(sentence)
     assert said.count("\n") == 1
+
+
+OTHERS = {"check_python", "merge_datasets", "preprocess_data"}
+"""Not by `run_door`: one that any Python can read, and two that end as the data commands do."""
+
+
+@pytest.mark.parametrize("script", sorted(ROOT.glob("tools/*.py")), ids=lambda path: path.stem)
+def test_every_tool_ends_as_the_desk_does(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    if 'if __name__ == "__main__":' in text and script.stem not in OTHERS:
+        assert text.endswith('if __name__ == "__main__":\n    sys.exit(run_door(main))\n')
 
 
 def test_ctrl_c_ends_doctor_in_one_line() -> None:

@@ -310,7 +310,12 @@ def test_a_half_that_is_missing_is_told_with_what_cannot_be_judged(
 
 
 @pytest.mark.parametrize(
-    ("name", "half", "symptom"), [("out-of-memory", "metrics.jsonl", "out-of-memory"), ("nan", "run.json", "nan")]
+    ("name", "half", "symptom"),
+    [
+        ("out-of-memory", "metrics.jsonl", "out-of-memory"),
+        ("nan", "run.json", "nan"),
+        ("nan", "metrics.jsonl", "stopped"),  # its end says that losses were not finite
+    ],
 )
 def test_what_is_left_of_a_run_is_judged(
     name: str, half: str, symptom: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -321,6 +326,13 @@ def test_what_is_left_of_a_run_is_judged(
     said = capsys.readouterr()
     assert [found["symptom"] for found in json.loads(said.out)] == [symptom]
     assert f"{half}: there is none" in said.err
+
+
+def test_commands_of_remedies_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a run"
+    shutil.copytree(RUNS / "nan", folder)
+    assert diagnose.main([str(folder)]) == diagnose.FOUND
+    assert f"megaflow inspect --run '{folder}' --iteration " in capsys.readouterr().out
 
 
 def test_a_run_that_died_before_its_first_line_is_no_clean_bill(

@@ -57,6 +57,13 @@ def test_a_file_where_checkpoints_should_go_is_told(tmp_path: Path, save: str, w
     assert not fails(list(doctor_checks.check_disk(Asked(save=tmp_path / "new" / "folder"))))
 
 
+def test_a_name_that_no_disk_takes_is_told(tmp_path: Path) -> None:
+    (line,) = doctor_checks.check_disk(Asked(save=tmp_path / ("x" * 5000)))
+    assert (line.state, line.remedy) == ("fail", "another --save")
+    assert line.text.endswith("...: File name too long")
+    assert len(line.text) < 300
+
+
 def test_a_folder_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor_checks.os, "access", lambda path, mode: False)
     (line,) = doctor_checks.check_disk(Asked(save=tmp_path))

@@ -82,8 +82,6 @@ def test_a_folder_and_a_mistaken_pair_are_told(small: dict[str, Path], tmp_path:
     assert (twice.state, len(twice.text) < 600) == ("fail", True)
     both = look(**small, tokenizer_model=GPT2)
     assert both.text.endswith(": --tokenizer-model and --vocab-file name two tokenizers")
-    alone = look(merge_file=small["merge_file"])
-    assert "--merge-file needs the vocabulary" in alone.text + alone.remedy
 
 
 def test_a_pair_is_opened(tmp_path: Path) -> None:
@@ -116,3 +114,9 @@ def test_data_of_another_tokenizer_are_told(tmp_path: Path, small: dict[str, Pat
     first, line = check_files(Asked(data_path=prefix, vocab_file=tmp_path / "none", merge_file=small["merge_file"]))
     assert (first.state, line.state) == ("fail", "ok")
     assert "not compared with the tokenizer" in line.text
+
+
+def test_merges_alone_need_their_vocabulary(small: dict[str, Path]) -> None:
+    line = look(merge_file=small["merge_file"])
+    assert (line.state, line.remedy) == ("fail", "--vocab-file FILE")
+    assert line.text == f"--merge-file {small['merge_file']}: the vocabulary of these merges is not named"

@@ -201,6 +201,18 @@ def test_the_command_that_is_shown_is_one_that_the_trainer_reads(capsys: pytest.
     assert all(layout["fits"] for layout in found["layouts"])
 
 
+def test_the_command_starts_as_many_ranks_as_there_are_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--preset", "llama2_7b", "--global-batch-size", "720"]
+    assert plan.main([*words, "--gpus", "20"]) == 2
+    said = "--gpus 20 is no multiple of --gpus-per-node 8, and all machines start as many ranks; "
+    assert said + "give --gpus 16 or 24, or --gpus-per-node 5" in capsys.readouterr().err
+    for sizes, launch in (("20 5", "--nnodes 4 --nproc_per_node 5"), ("6 8", "torchrun --nproc_per_node 6")):
+        gpus, per_node = sizes.split()
+        assert plan.main([*words, "--gpus", gpus, "--gpus-per-node", per_node]) == 0
+        command = capsys.readouterr().out.replace(" --rdzv_backend c10d --rdzv_endpoint FIRST_HOST:29500", "")
+        assert launch in command.replace("\\\n", " ").replace("  ", " ")
+
+
 def test_the_page_of_a_plan_names_its_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--preset", "gpt3_1.3b", "--micro-batch-size", "1", "4"]) == 0
     text = capsys.readouterr().out

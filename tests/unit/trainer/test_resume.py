@@ -78,12 +78,13 @@ def test_a_run_stopped_after_every_step_equals_the_straight_one(prefix: str, str
 def test_a_finished_run_says_what_can_be_done_with_it(
     prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--train-iters", "2", *LENGTH[2:], "--run-dir", str(tmp_path)]
+    folder = tmp_path / "a run"
+    flags = ["--train-iters", "2", *LENGTH[2:], "--run-dir", str(folder)]
     run_tiny(prefix, [*flags, "--exit-interval", "1"])
     assert "tools/report.py" not in capsys.readouterr().out
     run_tiny(prefix, flags)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f" finished: python tools/report.py {tmp_path} draws it as a page, python tools/diagnose.py")
+    assert last.startswith(f" finished: python tools/report.py '{folder}' draws it as a page, python tools/diagnose.py")
 
 
 def test_a_time_limit_saves_and_ends(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

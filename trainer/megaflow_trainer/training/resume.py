@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def go_to(feed: Feed, position: dict[str, Any], path: Path) -> None:
     except CheckpointError as error:
         raise CheckpointError(
             f"{path}: {error}. Go on with the data and settings of that run, or take its weights alone to other data: "
-            f"--finetune --load {path.parent} and another --save"
+            f"--finetune --load {shlex.quote(str(path.parent))} and another --save"
         ) from None
 
 

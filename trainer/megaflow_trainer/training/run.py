@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -170,8 +171,9 @@ def tell_saved(mesh: Mesh, log: MetricsLog, saver: Saver | None) -> None:
 
 def tell_next(run: Run) -> None:
     """Say what can be done with a run that is finished."""
-    draws = f"python tools/report.py {run.folder} draws it as a page"
-    looks = f"python tools/diagnose.py {run.folder} looks for what slowed or spoiled it"
+    folder = shlex.quote(str(run.folder))
+    draws = f"python tools/report.py {folder} draws it as a page"
+    looks = f"python tools/diagnose.py {folder} looks for what slowed or spoiled it"
     say(run.mesh, f" finished: {draws}, {looks}")
 
 
