@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers.troubled_runs import TROUBLES, UnexpectedEndError, record
+from megaflow_trainer.training.lock_file import LOCK
 
 RUNS = Path(__file__).resolve().parents[1] / "golden" / "runs"
 Lines = list[dict[str, Any]]
@@ -66,6 +67,8 @@ def keep(source: Path, target: Path, scratch: Path) -> None:
         if "end" in start:
             start["end"]["time"] = start["time"]
     write(target, *(json.loads(json.dumps(part).replace(f"{scratch}/", "")) for part in (lines, manifest)))
+    if "end" not in manifest["starts"][-1]:
+        (target / LOCK).touch()  # nobody holds it: that is how a dead run is told from one that goes on
     for stacks in sorted((source / "stacks").glob("rank_*.txt")):
         (target / "stacks").mkdir(exist_ok=True)
         first = stacks.read_text(encoding="utf-8").splitlines()[0]

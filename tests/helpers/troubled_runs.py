@@ -152,6 +152,13 @@ def stop_a_rank(trial: Trial) -> None:
     trial.kill()
 
 
+def kill_a_run(trial: Trial) -> None:
+    """What the kernel does when memory runs out: the process is gone and has said nothing."""
+    trial.start("")
+    trial.wait_for(STEPS // 2)
+    trial.ranks[0].kill()
+
+
 def run_short_of_memory(trial: Trial) -> None:
     """The process may have 3 GiB of data; the activations of its micro-batch alone are more."""
     trial.start(
@@ -220,6 +227,7 @@ TROUBLES: dict[str, Callable[[Trial], None]] = {
     ),
     "loss-spikes": feed_junk,
     "stopped": stop_a_rank,
+    "killed": kill_a_run,
     "out-of-memory": run_short_of_memory,
     "straggler": throttle_a_rank,
     "slowdown": throttle_late,
@@ -229,7 +237,7 @@ TROUBLES: dict[str, Callable[[Trial], None]] = {
 }
 
 
-ENDS = {"nan": DIVERGED, "stopped": HUNG, "out-of-memory": OUT_OF_MEMORY}
+ENDS = {"nan": DIVERGED, "stopped": HUNG, "out-of-memory": OUT_OF_MEMORY, "killed": -signal.SIGKILL}
 """How the first rank of a run ends, if not well."""
 
 
