@@ -47,6 +47,16 @@ MERGES = "a: &a {x: 1}\n" + "".join(
         ("model:\n  num_layers: two\n", ", line 2: model.num_layers (--num-layers) takes a whole number, got 'two'"),
         ("model:\n  num_layers: 2024-13-45\n", ", line 2: model.num_layers (--num-layers) takes a whole number"),
         (f"model:\n  num_layers: {'9' * 5000}\n", "999... (5,002 characters)"),
+        (
+            "model:\n  num_layers: !!float ''\n",
+            ", line 2: model.num_layers (--num-layers) takes a whole number, got ''",
+        ),
+        (
+            "model:\n  num_layers: !!int '__'\n",
+            ", line 2: model.num_layers (--num-layers) takes a whole number, got '__'",
+        ),
+        ("model:\n  num_layers: !!timestamp x\n", ", line 2: model.num_layers (--num-layers) takes a whole number"),
+        ("model:\n  qk_norm: !!bool ''\n", ", line 2: model.qk_norm takes true or false, got ''"),
         ("step:\n  micro_batch_size: [1, 2]\n", ", line 2: step.micro_batch_size (--micro-batch-size) takes a whole"),
         ("log:\n  name: 7\n", "got 7; put quotes round it"),
         ("model:\n  num_layers: !!python/name:os.system 1\n", "tag"),

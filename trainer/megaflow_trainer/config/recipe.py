@@ -175,8 +175,8 @@ def _make(loader: yaml.SafeLoader, line: int, name: str, node: yaml.Node | str) 
     except yaml.YAMLError as error:
         problem = " ".join(str(getattr(error, "problem", error)).split())
         return Entry(line, name, fault=f"{name}: {problem}; write the value without a tag")
-    except (ValueError, OverflowError, ArithmeticError):
-        made = [str(item.value) for item in items]  # neither a date nor a number, whatever it looks like
+    except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError):  # as yaml's own constructors fail
+        made = [str(item.value) for item in items]  # neither a date nor a number, whatever it looks like or a tag says
     return Entry(line, name, made if isinstance(node, yaml.SequenceNode) else made[0])
 
 
