@@ -41,6 +41,13 @@ from megaflow_trainer.config.planner import (  # noqa: E402
 from megaflow_trainer.config.step_time import LINK_RATE, PASSES, PRODUCT_RATE, bubble_share  # noqa: E402
 from plan_rows import format_rows, judge_rows, summarise  # noqa: E402
 
+MOST_SIZES = 16
+LIMITS = (
+    ("gpus", 1_000_000, "no cluster has more"),
+    ("gpus_per_node", 1024, "give the GPUs of one machine, or of one NVLink domain"),
+    ("top", 1_000_000, "there are fewer layouts"),
+)
+"""The planner's own counts, the most that each may be, and what to do about more."""
 ASSUMPTION = (
     f"Speed is predicted: matrix products at {PRODUCT_RATE:.0%} of the dense bf16 peak, {PASSES:.0f} bytes moved\n"
     f"for each byte that forward keeps, links at {LINK_RATE:.0%} of their stated rate. The first two describe\n"
@@ -122,22 +129,14 @@ def show_plan(options: argparse.Namespace, flags: Sequence[str]) -> int:
     Raises:
         ConfigError: naming the flag.
     """
-    for name in ("gpus", "gpus_per_node", "top"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(options, name)}")
-    if options.gpus > options.gpus_per_node and options.gpus % options.gpus_per_node:
-        sizes = (size for size in range(options.gpus_per_node, 0, -1) if options.gpus % size == 0)
-        whole = options.gpus // options.gpus_per_node * options.gpus_per_node
-        raise ConfigError(
-            f"--gpus {options.gpus} is no multiple of --gpus-per-node {options.gpus_per_node}, and all machines start "
-            f"as many ranks; give --gpus {whole} or {whole + options.gpus_per_node}, or --gpus-per-node {next(sizes)}"
-        )
+    check_counts(options)
+    check_sizes(options.micro_batch_size)
     gpu = find_gpu(options.gpu)
     memory_gb = gpu.memory_gb if options.memory_gb is None else options.memory_gb
-    if not (math.isfinite(memory_gb) and 0 <= options.reserve_gb < memory_gb):
+    if not (0 <= options.reserve_gb < memory_gb <= 1e6):
         raise ConfigError(
             f"--memory-gb {memory_gb:g} less --reserve-gb {options.reserve_gb:g} leaves nothing to plan with; "
-            "both are counted in GB of one GPU, and more than 0 must be left"
+            "both are counted in GB of one GPU, more than 0 and at most 1,000,000 must be left"
         )
     cluster = Cluster(
         gpu=gpu,
@@ -161,6 +160,39 @@ def show_plan(options: argparse.Namespace, flags: Sequence[str]) -> int:
     print(format_choice(best, cluster, flags))
     print(f"\n{ASSUMPTION}\n{describe_rules(best)}\n{OTHERS}")
     return 0
+
+
+def check_counts(options: argparse.Namespace) -> None:
+    """Refuse counts that are none, beyond any cluster, or GPUs that do not make whole machines.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    for name, most, remedy in LIMITS:
+        value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        if value < 1:
+            raise ConfigError(f"{flag} must be >= 1, got {value}")
+        if value > most:
+            raise ConfigError(f"{flag} must be <= {most:,}, got {value:,}; {remedy}")
+    if options.gpus > options.gpus_per_node and options.gpus % options.gpus_per_node:
+        sizes = (size for size in range(options.gpus_per_node, 0, -1) if options.gpus % size == 0)
+        whole = options.gpus // options.gpus_per_node * options.gpus_per_node
+        raise ConfigError(
+            f"--gpus {options.gpus} is no multiple of --gpus-per-node {options.gpus_per_node}, and all machines start "
+            f"as many ranks; give --gpus {whole} or {whole + options.gpus_per_node}, or --gpus-per-node {next(sizes)}"
+        )
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Refuse sizes of micro-batches that are none, or too many to try.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    if min(sizes) < 1:
+        raise ConfigError(f"--micro-batch-size must be >= 1, got {min(sizes)}")
+    if len(sizes) > MOST_SIZES:
+        raise ConfigError(f"--micro-batch-size takes up to {MOST_SIZES} sizes, got {len(sizes)}; drop some")
 
 
 def explain_nothing(nearest: Choice | None, cluster: Cluster) -> str:

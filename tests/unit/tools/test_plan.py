@@ -238,3 +238,47 @@ def test_faults_of_the_flags_are_the_trainers_words(capsys: pytest.CaptureFixtur
     for words in ("--memory-gb nan", "--memory-gb inf", "--memory-gb 0", "--memory-gb 4", "--reserve-gb -1"):
         assert plan.main(words.split()) == 2, words
         assert "leaves nothing to plan with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--gpus 99999999999999", "--gpus must be <= 1,000,000, got 99,999,999,999,999; no cluster has more"),
+        ("--gpus-per-node 9999", "--gpus-per-node must be <= 1,024, got 9,999; give the GPUs of one machine"),
+        ("--num-layers 99999999999", "model.num_layers (--num-layers) must be <= 4,096, got 99,999,999,999; lower it"),
+        (
+            "--num-layers 100000 --gpus 100000",
+            "model.num_layers (--num-layers) must be <= 4,096, got 100,000; lower it",
+        ),
+        (f"--micro-batch-size {'1 ' * 17}", "--micro-batch-size takes up to 16 sizes, got 17; drop some"),
+        ("--micro-batch-size 4 0", "--micro-batch-size must be >= 1, got 0"),
+        ("--memory-gb 1e300", "leaves nothing to plan with"),
+        (
+            "--gpus 720720 --gpus-per-node 720 --preset deepseek_v3 --global-batch-size 720720",
+            "720720 GPUs give more than 10,000 layouts, which take minutes to compare; fix one of the axes",
+        ),
+        ("--gpus 1000000", "1024 = 1 x 1000000 x accumulation; choose a multiple of 1000000 for --global-batch-size"),
+    ],
+    ids=lambda part: str(part)[:30],
+)
+def test_a_plan_too_large_to_make_is_refused_at_once(
+    words: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planner, "find_remedy", lambda *rest, **names: pytest.fail("it searched"))
+    assert plan.main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert (said.startswith("error: "), said.count("\n")) == (True, 1)
+
+
+def test_a_plan_for_a_million_gpus_takes_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpus", "1000000", "--preset", "llama2_7b", "--global-batch-size", "1000000", "--json"]
+    assert plan.main(words) == 0
+    best = json.loads(capsys.readouterr().out)["layouts"][0]
+    assert read_command(best["flags"], world_size=1_000_000)[0].parallel.zero >= 1
+
+
+def test_layouts_that_do_not_make_the_global_batch_are_not_looked_at() -> None:
+    base = flags("--preset llama2_7b --global-batch-size 12")
+    found = [read_command(words, world_size=8)[0] for words, _ in planner.list_flags(base, H100)]
+    assert {config.parallel.tp * config.parallel.pp * config.parallel.cp for config in found} == {2, 4, 8}

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.sections import BatchSizes, StepConfig
+
+MOST_GROWTHS = 10_000
+"""Increments of a ramp-up: each is counted, here and where samples are laid out."""
+_MOST_DIGITS = 15
 
 
 def solve_batch(step: StepConfig, *, dp: int) -> BatchSizes:
@@ -34,9 +41,10 @@ def read_ramp_up(step: StepConfig) -> tuple[int, int, int] | None:
     """
     if not step.ramp_up:
         return None
-    if len(step.ramp_up) != 3 or not all(word.isdecimal() and int(word) > 0 for word in step.ramp_up):
+    is_whole = all(word.isdecimal() and len(word) <= _MOST_DIGITS and int(word) > 0 for word in step.ramp_up)
+    if len(step.ramp_up) != 3 or not is_whole:
         raise ConfigError(
-            f"step.ramp_up takes three whole numbers, first batch, increment and samples, got {' '.join(step.ramp_up)}"
+            f"step.ramp_up takes three whole numbers, first batch, increment and samples, got {' '.join(step.ramp_up)[:60]}"
         )
     first, increment, samples = map(int, step.ramp_up)
     return first, increment, samples
@@ -70,20 +78,26 @@ def batch_phases(step: StepConfig) -> list[tuple[int, int]]:
 def count_steps(step: StepConfig, num_samples: int) -> int:
     """Whole steps in `num_samples` samples, ramp-up included."""
     steps = consumed = 0
-    ramp = read_ramp_up(step)
-    while ramp is not None and consumed < ramp[2] and consumed + batch_at(step, consumed) <= num_samples:
-        consumed += batch_at(step, consumed)
-        steps += 1
+    for batch, end in _list_spans(step):
+        own = max(0, min(-(-(end - consumed) // batch), (num_samples - consumed) // batch))
+        steps, consumed = steps + own, consumed + own * batch
+        if consumed < end:  # the next step would be one too many
+            return steps
     return steps + (num_samples - consumed) // step.sizes.global_batch_size
+
+
+def _list_spans(step: StepConfig) -> Iterator[tuple[int, int]]:
+    """Each size of a ramp-up's batch with the consumed samples up to which steps have it."""
+    phases = batch_phases(step)
+    yield from ((batch, end) for (_, batch), (end, _) in itertools.pairwise(phases))
 
 
 def count_samples(step: StepConfig, num_steps: int) -> int:
     """Samples that the first `num_steps` steps consume, ramp-up included."""
     consumed = 0
-    ramp = read_ramp_up(step)
-    while ramp is not None and num_steps and consumed < ramp[2]:
-        consumed += batch_at(step, consumed)
-        num_steps -= 1
+    for batch, end in _list_spans(step):
+        own = max(0, min(-(-(end - consumed) // batch), num_steps))
+        consumed, num_steps = consumed + own * batch, num_steps - own
     return consumed + num_steps * step.sizes.global_batch_size
 
 

@@ -6,11 +6,18 @@ import math
 from dataclasses import dataclass
 
 from megaflow.errors import ConfigError
-from megaflow_trainer.config.batch import read_ramp_up, solve_batch
+from megaflow_trainer.config.batch import MOST_GROWTHS, read_ramp_up, solve_batch
 from megaflow_trainer.config.compiling import check_graphs, find_compile_obstacle
 from megaflow_trainer.config.expert_section import check_experts
 from megaflow_trainer.config.kernel_section import check_kernels
-from megaflow_trainer.config.layout import check_expert_ranks, check_ranks, check_sequence, check_tensor, make_layout
+from megaflow_trainer.config.layout import (
+    check_expert_ranks,
+    check_ranks,
+    check_sequence,
+    check_tensor,
+    list_divisors,
+    make_layout,
+)
 from megaflow_trainer.config.sections import ModelConfig, ScheduleConfig, TrainConfig
 from megaflow_trainer.config.stages import check_micro_batches, check_stages
 
@@ -96,13 +103,9 @@ def check_shape(model: ModelConfig) -> list[str]:
     return faults
 
 
-_MOST_TRIED = 1_000_000
-
-
 def _find_divisors(total: int, near: int) -> tuple[int, int]:
     """The divisors of `total` next below and next above `near`."""
-    small = [n for n in range(1, min(math.isqrt(total), _MOST_TRIED) + 1) if total % n == 0]
-    fits = [*small, *(total // n for n in small)]
+    fits = list_divisors(total)
     return max(n for n in fits if n < near or n == 1), min((n for n in fits if n > near), default=total)
 
 
@@ -237,6 +240,11 @@ def check_batch(config: TrainConfig, *, world_size: int) -> list[str]:
         faults.append(
             f"step.ramp_up from {ramp[0]} by {ramp[1]} to {sizes.global_batch_size}: first batch and increment must be "
             f"multiples of micro batch x data-parallel ranks = {unit}, and the increments must meet the full batch"
+        )
+    elif ramp is not None and (sizes.global_batch_size - ramp[0]) // ramp[1] > MOST_GROWTHS:
+        faults.append(
+            f"step.ramp_up from {ramp[0]} by {ramp[1]} to {sizes.global_batch_size} takes more than {MOST_GROWTHS:,} "
+            "increments; give a larger one"
         )
     elif ramp is not None and ramp[0] > sizes.global_batch_size:
         faults.append(f"step.ramp_up starts at {ramp[0]}, above the global batch of {sizes.global_batch_size}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -216,13 +217,18 @@ def list_flag_names() -> list[str]:
 
 def _with_flag(fault: str) -> str:
     """Name the flag beside each field that a message speaks of: `optim.lr` -> `optim.lr (--lr)`."""
-    spelled = {name: find_spelling(name) for name in fields.list_fields()}
+    spelled = _list_spellings()
 
     def add(match: re.Match[str]) -> str:
         flag = spelled.get(match[0], match[0])
         return f"{match[0]} ({flag})" if flag != match[0] else match[0]
 
     return _FIELD_NAME.sub(add, fault)
+
+
+@functools.cache
+def _list_spellings() -> dict[str, str]:
+    return {name: find_spelling(name) for name in fields.list_fields()}
 
 
 def _list_faults(faults: list[str]) -> str:

@@ -9,7 +9,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from megaflow_trainer.config.limits import at_least, fraction, one_of
+from megaflow_trainer.config.limits import MOST_EXPERTS, MOST_WIDTH, at_least, at_most, fraction, one_of
 
 BALANCE_KINDS = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -76,6 +76,8 @@ def list_expert_faults(own: ExpertConfig) -> list[str]:
     """What the fields of the section break by themselves."""
     return (
         at_least("model", 1, num_experts=own.num_experts, expert_dim=own.expert_dim, shared_dim=own.shared_dim)
+        + at_most("model", MOST_EXPERTS, "lower it", num_experts=own.num_experts)
+        + at_most("model", MOST_WIDTH, "lower it", expert_dim=own.expert_dim, shared_dim=own.shared_dim)
         + at_least("model", 1, router_top_k=own.router_top_k, router_groups=own.router_groups)
         + at_least("model", 1, router_group_top_k=own.router_group_top_k)
         + at_least("model", 0, router_scale=own.router_scale, expert_bias_rate=own.expert_bias_rate)

@@ -17,6 +17,8 @@ from megaflow.errors import ConfigError
 from megaflow_trainer.config.sections import TrainConfig
 
 _MOST_SHOWN = 80
+_LARGEST = 10**15
+"""Of whole numbers: their products are still numbers that a float holds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ def convert(field: Field, value: Any, spelled: str) -> Any:
         converted = _CONVERT[field.kind](value)
     except (ValueError, TypeError, OverflowError):
         raise ConfigError(f"{spelled} takes {_KIND_NAMES[field.kind]}, got {_shorten(value)}") from None
+    if isinstance(converted, int) and abs(converted) > _LARGEST:
+        raise ConfigError(f"{spelled} takes a whole number of at most {_LARGEST:,}, got {_shorten(value)}")
     if isinstance(converted, float) and not math.isfinite(converted):
         raise ConfigError(f"{spelled} takes a finite number, got {_shorten(value)}")
     return converted

@@ -11,6 +11,7 @@ data is `edp_shard` inside `edp_replicate`, as data is; else states of experts a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -233,13 +234,20 @@ def split_vocab(num_rows: int, size: int, *, multiple: int) -> list[range]:
     return [range(start, end) for start, end in itertools.pairwise(starts)]
 
 
+@functools.lru_cache(maxsize=256)
+def list_divisors(total: int) -> tuple[int, ...]:
+    """Divisors in ascending order; of a number above 10^12 those alone that are small, or have a small other half."""
+    small = [size for size in range(1, min(math.isqrt(total), 1_000_000) + 1) if total % size == 0]
+    return tuple(sorted({*small, *(total // size for size in small)}))
+
+
 def _not_divisible(name: str, value: int, tp: int) -> str:
     return f"{name} {value} is not divisible by parallel.tp {tp}; choose parallel.tp {_near(value, tp)}"
 
 
 def _near(value: int, tp: int) -> str:
     """The divisors of `value` next below and above `tp`, in words."""
-    fits = [n for n in range(1, value + 1) if value % n == 0]
+    fits = list_divisors(value)
     below = max(n for n in fits if n < tp or n == 1)
     above = min((n for n in fits if n > tp), default=None)
     return f"{below} or {above}" if above is not None else f"{below}"

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaflow_trainer.config.expert_section import ExpertConfig, list_expert_faults, read_pattern
-from megaflow_trainer.config.limits import at_least, fraction, one_of, raise_faults
+from megaflow_trainer.config.limits import (
+    MOST_LAYERS,
+    MOST_TOKENS,
+    MOST_WIDTH,
+    at_least,
+    at_most,
+    fraction,
+    one_of,
+    raise_faults,
+)
 
 ATTENTION_KERNELS = ("auto", "sdpa", "flash", "cudnn", "math", "flash_attn_4", "flash_attn_2", "transformer_engine")
 
@@ -114,6 +123,13 @@ class ModelConfig(ExpertConfig):
             + at_least("model", 1, q_latent_dim=self.q_latent_dim, kv_latent_dim=self.kv_latent_dim)
             + at_least("model", 1, qk_dim=self.qk_dim, v_dim=self.v_dim, mup_base_dim=self.mup_base_dim)
             + at_least("model", 2, qk_rotary_dim=self.qk_rotary_dim)
+            + at_most("model", MOST_LAYERS, "lower it", num_layers=self.num_layers, num_mtp_layers=self.num_mtp_layers)
+            + at_most("model", MOST_WIDTH, "lower it", hidden_dim=self.hidden_dim, ffn_dim=self.ffn_dim)
+            + at_most("model", MOST_WIDTH, "lower it", num_heads=self.num_heads, head_dim=self.head_dim)
+            + at_most("model", MOST_WIDTH, "lower it", q_latent_dim=self.q_latent_dim, kv_latent_dim=self.kv_latent_dim)
+            + at_most("model", MOST_WIDTH, "lower it", qk_dim=self.qk_dim, qk_rotary_dim=self.qk_rotary_dim)
+            + at_most("model", MOST_WIDTH, "lower it", v_dim=self.v_dim, vocab_multiple=self.vocab_multiple)
+            + at_most("model", MOST_TOKENS, "lower it", vocab_size=self.vocab_size, max_positions=self.max_positions)
             + at_least("model", 0, num_mtp_layers=self.num_mtp_layers, mtp_loss_scale=self.mtp_loss_scale)
             + one_of("model", ("gelu", "swiglu", "squared_relu"), activation=self.activation)
             + one_of("model", ("LayerNorm", "RMSNorm"), norm=self.norm)

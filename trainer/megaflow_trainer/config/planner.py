@@ -6,6 +6,7 @@ the least recompute that makes it fit (none, what is cheap, everything), and the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from megaflow.errors import ConfigError
 from megaflow_trainer.config.arithmetic import count_parameters, count_state_bytes
 from megaflow_trainer.config.command import check_words, parse_flags, read_command
 from megaflow_trainer.config.hardware import Gpu
-from megaflow_trainer.config.layout import Layout
+from megaflow_trainer.config.layout import Layout, list_divisors
 from megaflow_trainer.config.memory import estimate_memory, find_fullest, find_layout
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.config.step_time import StepTime, predict_step
@@ -28,6 +29,12 @@ RECOMPUTE = (
 )
 LONGEST_PLAIN = 8192
 """Tokens of a sample up to which more than two context-parallel ranks are not tried."""
+
+MOST_STAGES = 256
+"""Pipeline stages above which none are tried, unless they are given: the longest pipelines in use have a tenth."""
+
+MOST_LAYOUTS = 10_000
+"""Layouts that a search compares, in seconds to a minute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,13 +131,13 @@ def list_axes(
     num_gpus = cluster.num_gpus
     for tp in _divisors(num_gpus, given.get("tp", cluster.gpus_per_node)):
         for cp in _divisors(num_gpus // tp, given.get("cp", longest)):
-            for pp in _divisors(num_gpus // tp // cp, num_gpus):
+            for pp in _divisors(num_gpus // tp // cp, given.get("pp", MOST_STAGES)):
                 if all(given.get(axis, size) == size for axis, size in (("tp", tp), ("cp", cp), ("pp", pp))):
                     yield tp, pp, cp
 
 
 def _divisors(total: int, most: int) -> list[int]:
-    return [size for size in range(1, min(total, most) + 1) if total % size == 0]
+    return [size for size in list_divisors(total) if size <= most]
 
 
 def plan(base: Sequence[str], cluster: Cluster, micro_batches: Sequence[int] = (1,)) -> list[Choice]:
@@ -156,7 +163,12 @@ def search(
         ConfigError: if a setting is wrong by itself, or no layout is legal; with what the trainer says of one rank.
     """
     check_words(base)
-    layouts = list(list_flags(base, cluster, micro_batches))
+    layouts = list(itertools.islice(list_flags(base, cluster, micro_batches), MOST_LAYOUTS + 1))
+    if len(layouts) > MOST_LAYOUTS:
+        raise ConfigError(
+            f"{cluster.num_gpus} GPUs give more than {MOST_LAYOUTS:,} layouts, which take minutes to compare; fix one "
+            "of the axes, such as --tensor-model-parallel-size 8, or try fewer sizes of --micro-batch-size"
+        )
     fitting: list[Choice] = []
     nearest: Choice | None = None
     for number, (flags, is_divided) in enumerate(layouts, start=1):
@@ -181,9 +193,17 @@ def list_flags(
     for tp, pp, cp in list_axes(cluster, seq_len=values.get("data.seq_len", 1024), given=given):
         for ep in _list_expert_ranks(values, cluster.num_gpus // pp // tp):
             for micro in micro_batches:
+                if not _divides_batch(values, cluster.num_gpus // pp // tp // cp * micro):
+                    continue
                 for axes in _spell(tp, pp, cp, micro):
                     experts = ["--expert-model-parallel-size", str(ep)] if ep > 1 else []
                     yield [*base, *axes, *experts], tp * pp < cluster.num_gpus
+
+
+def _divides_batch(values: Mapping[str, Any], num_samples: int) -> bool:
+    """Whether steps of `num_samples` samples make the global batch; the trainer refuses others, less quickly."""
+    total = values.get("step.global_batch_size")
+    return total is None or (num_samples > 0 and total % num_samples == 0)
 
 
 def _list_expert_ranks(values: Mapping[str, Any], num_ranks: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaflow_trainer.config.limits import at_least, one_of, raise_faults
+from megaflow_trainer.config.limits import MOST_HELD, at_least, at_most, one_of, raise_faults
 
 FP8_WIDTH = 1024
 """Inputs and outputs that a linear layer has at least for its products to be in fp8, on one rank. Rounding costs by
@@ -36,6 +36,7 @@ class PrecisionConfig:
             one_of("precision", ("tensorwise", "delayed", "rowwise"), recipe=self.recipe)
             + one_of("precision", ("most_recent", "max"), history_algo=self.history_algo)
             + at_least("precision", 1, history_len=self.history_len)
+            + at_most("precision", MOST_HELD, "lower it", history_len=self.history_len)
             + at_least("precision", 0, margin=self.margin, start_layers=self.start_layers, end_layers=self.end_layers)
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megaflow_trainer.config.limits import at_least, fraction, one_of, raise_faults
+from megaflow_trainer.config.limits import MOST_THREADS, at_least, at_most, fraction, one_of, raise_faults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +43,7 @@ class SampleConfig:
             + one_of("samples", ("samples", "documents"), shuffle=self.shuffle)
             + one_of("samples", ("concatenate", "best_fit"), packing=self.packing)
             + one_of("samples", ("shares", "epochs"), blend_weights=self.blend_weights)
+            + at_most("samples", MOST_THREADS, "lower it", builder_threads=self.builder_threads)
             + at_least("samples", 1, builder_threads=self.builder_threads)
             + fraction("samples", fim_rate=self.fim_rate, fim_spm_rate=self.fim_spm_rate)
         )

@@ -9,7 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megaflow_trainer.config.kernel_section import KernelConfig
-from megaflow_trainer.config.limits import at_least, fraction, one_of, raise_faults
+from megaflow_trainer.config.limits import (
+    MOST_BATCH,
+    MOST_HELD,
+    MOST_MICRO,
+    MOST_THREADS,
+    MOST_TOKENS,
+    at_least,
+    at_most,
+    fraction,
+    one_of,
+    raise_faults,
+)
 from megaflow_trainer.config.model_section import ModelConfig
 from megaflow_trainer.config.precision_section import PrecisionConfig
 from megaflow_trainer.config.run_sections import CheckpointConfig, GuardConfig, LogConfig
@@ -82,6 +93,9 @@ class DataConfig:
         raise_faults(
             at_least("data", 1, seq_len=self.seq_len, prefetch=self.prefetch)
             + at_least("data", 0, num_threads=self.num_threads)
+            + at_most("data", MOST_THREADS, "lower it", num_threads=self.num_threads)
+            + at_most("data", MOST_TOKENS, "lower it", seq_len=self.seq_len)
+            + at_most("data", MOST_HELD, "lower it", prefetch=self.prefetch)
             + one_of("data", ("single", "cyclic"), order=self.order)
         )
 
@@ -295,6 +309,9 @@ class StepConfig:
         raise_faults(
             at_least("step", 1, micro_batch_size=self.micro_batch_size, global_batch_size=self.global_batch_size)
             + at_least("step", 1, num_micro_batches=self.num_micro_batches)
+            + at_most("step", MOST_MICRO, "lower it", micro_batch_size=self.micro_batch_size)
+            + at_most("step", MOST_BATCH, "lower it", global_batch_size=self.global_batch_size)
+            + at_most("step", MOST_BATCH, "lower it", num_micro_batches=self.num_micro_batches)
             + one_of("step", ("fp32", "bf16", "fp16", "fp64"), dtype=self.dtype)
             + one_of("step", ("none", "hybrid", "e4m3"), fp8=self.fp8)
             + one_of("step", ("none", "local"), cuda_graph=self.cuda_graph)

@@ -8,6 +8,7 @@ block of multi-token prediction, `L` the loss. No layer is lost: one that is mis
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
@@ -15,7 +16,7 @@ from megaflow.errors import ConfigError
 from megaflow_trainer.config.sections import ModelConfig, ParallelConfig
 
 _V_SHAPED = "zbv"
-_PART = re.compile(r"(E?)((?:t(?:\*\d+)?)*)((?:m(?:\*\d+)?)*)(L?)")
+_PART = re.compile(r"(E?)((?:t(?:\*\d{1,9})?)*)((?:m(?:\*\d{1,9})?)*)(L?)")
 
 
 def count_chunks(parallel: ParallelConfig) -> int:
@@ -30,7 +31,8 @@ def own_chunks(parallel: ParallelConfig, pp_rank: int) -> list[int]:
     return list(range(pp_rank, count_chunks(parallel), parallel.pp))
 
 
-def split_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
+@functools.lru_cache(maxsize=8)
+def split_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[range, ...]:
     """Layers of each chunk.
 
     Raises:
@@ -47,7 +49,7 @@ def split_layers(model: ModelConfig, parallel: ParallelConfig) -> list[range]:
     else:
         lengths = _divide(model.num_layers, num_chunks)
     ends = list(itertools.accumulate(lengths))
-    return [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    return tuple(range(end - length, end) for end, length in zip(ends, lengths, strict=True))
 
 
 def describe_stages(model: ModelConfig, parallel: ParallelConfig) -> str:
@@ -60,8 +62,8 @@ def describe_stages(model: ModelConfig, parallel: ParallelConfig) -> str:
 def _divide(num_layers: int, num_chunks: int) -> list[int]:
     """Even lengths; what is left over goes to the middle, then to the first chunk."""
     length, more = divmod(num_layers, num_chunks)
-    order = [*range(1, num_chunks - 1), 0, num_chunks - 1]
-    return [length + (chunk in order[:more]) for chunk in range(num_chunks)]
+    longer = {*[*range(1, num_chunks - 1), 0, num_chunks - 1][:more]}
+    return [length + (chunk in longer) for chunk in range(num_chunks)]
 
 
 def _read_layout(text: str, model: ModelConfig, num_chunks: int) -> list[int]:
