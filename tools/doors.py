@@ -4,31 +4,82 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
-INTERRUPTED = 130
+INTERRUPTED, UNWRITTEN = 130, 1
 
 
 def run_door(main: Callable[[], int | None]) -> int:
-    """Run a command; Ctrl-C is one line and code 130, a closed pipe is no fault."""
+    """Run a command; Ctrl-C is one line and code 130, a closed pipe is no fault, and any other fault of standard output
+    is one line and code 1. What its encoding does not have is written with backslashes.
+    """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+    if sys.stdout is None:
+        print("error: standard output is closed; leave it open, or send it to a file or /dev/null", file=sys.stderr)
+        return UNWRITTEN
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    output = _Output(sys.stdout)
     try:
         if signal.getsignal(signal.SIGINT) is _leave:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        code = main() or 0
-        sys.stdout.flush()
+        with redirect_stdout(cast(TextIO, output)):
+            try:
+                return main() or 0
+            finally:  # of --help too, which ends by SystemExit
+                sys.stdout.flush()
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
-    return code
+    except OSError as error:
+        if error is not output.fault:
+            raise
+        _drop_output()
+        reason = error.strerror or type(error).__name__
+        print(f"error: standard output cannot be written: {reason}; make room, or send it elsewhere", file=sys.stderr)
+        return UNWRITTEN
+
+
+class _Output:
+    """Standard output that remembers the fault of a write: no other fault is taken for one of its own."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.fault: OSError | None = None
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self.fault = error
+            raise
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self.fault = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _drop_output() -> None:
+    """What is left in the buffer goes nowhere as the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def guard_start() -> None:

@@ -11,6 +11,8 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from typing import TextIO, cast
 
 try:
     from megaflow.cli.start import guard, unguard
@@ -19,6 +21,7 @@ try:
         guard("stopped by Ctrl-C" if os.environ.get("RANK", "0") == "0" else "")
 
     from megaflow import __version__
+    from megaflow.cli.output import Output, describe_fault, drop_output, prepare_output
     from megaflow.errors import ConfigError, MegaflowError
     from megaflow_trainer.config import format_help, read_command
     from megaflow_trainer.training.last_word import leave_last_word
@@ -29,8 +32,10 @@ except ModuleNotFoundError as missing:
         "then `. .venv/bin/activate`"
     )
 
-EXIT_BAD_CONFIG = 2
+EXIT_BAD_CONFIG, EXIT_NO_OUTPUT = 2, 1
 PATIENCE_S = 5.0
+MOST_DIGITS = 9
+"""Of a number in the environment."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,6 +60,26 @@ def main(argv: Sequence[str]) -> int:
 
     unguard()
     return launch(config, notes, rank=rank, world_size=world_size, local_rank=local_rank)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command line; a fault of standard output is one line. Where it is closed, the log goes to files alone."""
+    if not prepare_output():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+    output = Output(sys.stdout)
+    try:
+        with redirect_stdout(cast(TextIO, output)):
+            code = main(argv)
+            sys.stdout.flush()
+            return code
+    except OSError as error:
+        if error is not output.fault:
+            raise
+        drop_output()
+        if isinstance(error, BrokenPipeError) and {"--help", "-h", "--version"} & {*argv}:
+            return 0  # whoever read it has seen enough
+        print(f"error: {describe_fault(error)}", file=sys.stderr)
+        return EXIT_NO_OUTPUT
 
 
 def describe_version() -> str:
@@ -84,10 +109,10 @@ def read_place(environment: Mapping[str, str]) -> tuple[int, int, int]:
 
 def _read_number(environment: Mapping[str, str], name: str, default: int, *, at_least: int = 0) -> int:
     text = environment.get(name, str(default))
-    if not (text.isascii() and text.isdigit()) or int(text) < at_least:
+    if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS) or int(text) < at_least:
         raise ConfigError(
-            f"the environment says {name}={text}: expected a whole number >= {at_least}; "
-            f"start the ranks by torchrun, or unset {name}"
+            f"the environment says {name}={text[:40]}: expected a whole number >= {at_least}, of at most {MOST_DIGITS} "
+            f"digits; start the ranks by torchrun, or unset {name}"
         )
     return int(text)
 
@@ -106,6 +131,6 @@ def say_early(message: str, *, rank: int) -> None:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(run(sys.argv[1:]))
     except KeyboardInterrupt:  # as the run begins, which says more from then on
         sys.exit(130)

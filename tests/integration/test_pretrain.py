@@ -146,6 +146,10 @@ def test_a_fault_of_all_ranks_is_said_once(prefix: str, flags: tuple[str, ...]) 
 @pytest.mark.parametrize(
     "variables, words",
     [
+        (
+            {"RANK": "9" * 5000},
+            f"the environment says RANK={'9' * 40}: expected a whole number >= 0, of at most 9 digits",
+        ),
         ({"RANK": "x"}, "the environment says RANK=x: expected a whole number >= 0"),
         ({"WORLD_SIZE": "many"}, "the environment says WORLD_SIZE=many: expected a whole number >= 1"),
         ({"WORLD_SIZE": "0"}, "the environment says WORLD_SIZE=0"),

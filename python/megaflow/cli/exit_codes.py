@@ -1,11 +1,13 @@
 """How a command ends: one sentence and a code, never a traceback for what a user can mend."""
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from typing import TextIO, cast
 
+from megaflow.cli.output import CLOSED, Output, describe_fault, drop_output, prepare_output
 from megaflow.cli.start import INTERRUPTED, unguard
 from megaflow.errors import (
     CheckpointError,
@@ -53,11 +55,17 @@ def run(
     Returns:
         The exit code.
     """
-    before = signal.signal(signal.SIGTERM, _raise_terminated)
+    if not prepare_output():
+        _say(name, CLOSED, None)
+        return FILES
+    before, output = signal.signal(signal.SIGTERM, _raise_terminated), Output(sys.stdout)
     try:
         unguard()
-        command()
-        sys.stdout.flush()
+        with redirect_stdout(cast(TextIO, output)):
+            try:
+                command()
+            finally:  # of --help too, which ends by SystemExit
+                sys.stdout.flush()
     except MegaflowError as error:
         if "--json" in (sys.argv[1:] if arguments is None else arguments) and not isinstance(error, ToldError):
             print(json.dumps({"error": str(error)}, ensure_ascii=False), flush=True)
@@ -70,7 +78,13 @@ def run(
         _say(name, "stopped by SIGTERM", on_stop)
         return TERMINATED
     except BrokenPipeError:  # whoever read our output has gone; nobody is left to tell
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
+    except OSError as error:
+        if error is not output.fault:
+            raise
+        drop_output()
+        _say(name, describe_fault(error), None)
+        return FILES
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
