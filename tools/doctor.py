@@ -23,7 +23,7 @@ from doors import DeskParser, guard_start, run_door  # noqa: E402
 if __name__ == "__main__":
     guard_start()
 
-from doctor_checks import CHECKS, Asked, Line  # noqa: E402
+from doctor_checks import CHECKS, Asked, Line, first_line  # noqa: E402
 from waiting import Waiting  # noqa: E402
 
 MARKS = {"ok": "ok  ", "note": "note", "fail": "FAIL"}
@@ -65,7 +65,11 @@ def examine(asked: Asked, begin: Callable[[str], None] = lambda text: None) -> I
     """Every check, in order; `begin` is told which comes next."""
     for number, check in enumerate(CHECKS, start=1):
         begin(f"{check.__name__.removeprefix('check_')} ({number} of {len(CHECKS)})")
-        yield from check(asked)
+        try:
+            yield from check(asked)
+        except (Exception, SystemExit) as error:  # of a package that works and then does not
+            text = f"the check failed: {type(error).__name__}: {first_line(error)}"
+            yield Line("fail", check.__name__.removeprefix("check_"), text, "the lines above may say why")
 
 
 def format_line(line: Line, *, has_colour: bool) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from doctor_files import check_files
 from doctor_lines import Asked, Line, first_line
+from doctor_packages import check_packages, find_fault
 
 LEAST_PYTHON, LEAST_TORCH = (3, 10), (2, 11)
 BF16, FLASH, FP8 = (8, 0), (8, 0), (8, 9)
@@ -26,25 +27,6 @@ PROBE_BYTES = 64 << 20
 LEAST_SHARED_GB = 1.0
 SLOW_DISK = 100e6
 LONGEST_NAME = 200
-NEEDED = {
-    "numpy": ("everything", "numpy"),
-    "rich": ("the data commands", "rich"),
-    "yaml": ("the trainer and the planner", "pyyaml"),
-    "safetensors": ("checkpoints", "safetensors"),
-}
-OPTIONAL = {
-    "transformer_engine": ("fp8 and fused layers (--transformer-impl transformer_engine)", "transformer-engine"),
-    "flash_attn": ("another flash attention (torch has one of its own)", "flash-attn"),
-    "apex": ("fused optimizers, from its source only: the index's apex is another package", "apex"),
-    "torchao": ("low-precision optimizers", "torchao"),
-    "liger_kernel": ("fused cross entropy and norms", "liger-kernel"),
-    "wandb": ("--wandb-project", "wandb"),
-    "tensorboard": ("--tensorboard-dir", "tensorboard"),
-    "pyarrow": ("Parquet and Arrow through Python", "pyarrow"),
-    "ray": ("--executor ray", "ray"),
-    "nltk": ("--split-sentences", "nltk"),
-    "fsspec": ("remote inputs", "fsspec"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,24 +45,28 @@ def check_python(asked: Asked) -> Iterator[Line]:
         yield Line("fail", "python", f"{version}, at least 3.10 is needed", "make build PYTHON=python3.12")
     else:
         yield Line("ok", "python", f"{version} ({sys.executable})")
+    fault = find_fault("megaflow")
+    if fault:
+        yield Line("fail", "megaflow", f"cannot be imported: {fault}", "`make build` in the checkout")
+        return
     try:
         megaflow = importlib.import_module("megaflow")
         yield Line("ok", "megaflow", f"{megaflow.__version__}, extension loaded")
-    except (ImportError, OSError) as error:
-        yield Line("fail", "megaflow", f"cannot be imported: {error}", "`make build` in the checkout")
+    except Exception as error:  # as of any package
+        yield Line("fail", "megaflow", f"cannot be imported: {first_line(error)}", "`make build` in the checkout")
 
 
 def check_torch(asked: Asked) -> Iterator[Line]:
     """Torch, CUDA and NCCL."""
+    remedy = "make build installs it; for the data alone it is not needed"
+    fault = find_fault("torch")
+    if fault:
+        yield Line("fail", "torch", f"cannot be imported: {fault}", remedy)
+        return
     try:
         torch = importlib.import_module("torch")
     except Exception as error:  # as of any package: an OSError of a library, a RuntimeError of a driver
-        yield Line(
-            "fail",
-            "torch",
-            f"cannot be imported: {first_line(error)}",
-            "make build installs it; for the data alone it is not needed",
-        )
+        yield Line("fail", "torch", f"cannot be imported: {first_line(error)}", remedy)
         return
     found = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     if found < LEAST_TORCH:
@@ -104,6 +90,8 @@ def _why_no_gpu() -> str:
 
 def list_gpus() -> list[Gpu]:
     """The GPUs of this machine; none without torch."""
+    if find_fault("torch"):
+        return []
     try:
         torch = importlib.import_module("torch")
         found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -254,39 +242,6 @@ def measure_disk(folder: Path) -> float:
         return PROBE_BYTES / (time.perf_counter() - start)
 
 
-def check_packages(asked: Asked) -> Iterator[Line]:
-    """Packages: there, broken, or missing. What an import raises, of whatever kind, is told."""
-    for module, (purpose, package) in NEEDED.items():
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # as below
-            text = f"{package} cannot be imported: {type(error).__name__}: {first_line(error)}"
-            yield Line("fail", "packages", text, f"pip install --force-reinstall {package}; needed for {purpose}")
-    missing = []
-    for module, (purpose, package) in OPTIONAL.items():
-        if importlib.util.find_spec(module) is None:
-            missing.append(f"{package} ({purpose})")
-            continue
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # a package at fault may raise anything: OSError of a library, AttributeError
-            text = f"{package} is installed and cannot be imported: {type(error).__name__}: {first_line(error)}"
-            yield Line(
-                "fail", "packages", text, f"pip uninstall {package}, or a build for this torch; needed for {purpose}"
-            )
-        else:
-            yield Line("ok", "packages", f"{package} {_version(package)}")
-    if missing:
-        yield Line("ok", "packages", f"not installed, not needed unless asked for: {', '.join(missing)}")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(version unknown)"
-
-
 PROGRAM = """
 import datetime, sys, torch, torch.distributed as dist
 rank, meeting, backend = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -301,7 +256,7 @@ dist.destroy_process_group()
 
 def check_collective(asked: Asked) -> Iterator[Line]:
     """Two processes add a tensor."""
-    if asked.no_collective or importlib.util.find_spec("torch") is None:
+    if asked.no_collective or find_fault("torch"):
         return
     backend = "nccl" if len(list_gpus()) > 1 else "gloo"
     with tempfile.TemporaryDirectory() as folder:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
 import io
 import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from types import FrameType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any, NoReturn, TextIO, cast
 
 INTERRUPTED, UNWRITTEN = 130, 1
+REMEDY = "python tools/doctor.py tells which packages are broken, `make build` installs them"
 
 
 def run_door(main: Callable[[], int | None]) -> int:
     """Run a command; Ctrl-C is one line and code 130, a closed pipe is no fault, and any other fault of standard output
     is one line and code 1. What its encoding does not have is written with backslashes.
     """
+    _release_start()
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # to the end of the process
     if sys.stdout is None:
         print("error: standard output is closed; leave it open, or send it to a file or /dev/null", file=sys.stderr)
         return UNWRITTEN
@@ -83,9 +88,40 @@ def _drop_output() -> None:
 
 
 def guard_start() -> None:
-    """Until `run_door` begins, Ctrl-C ends the process as it will then: for the imports of a script."""
+    """Until `run_door` begins, Ctrl-C ends the process as it will then, and a package that cannot be imported, or ends
+    the process, is one line: for the imports of a script.
+    """
+    sys.excepthook = _tell_import
+    atexit.register(_tell_end)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as behind nohup and &
         signal.signal(signal.SIGINT, _leave)
+
+
+def _release_start() -> None:
+    if sys.excepthook is _tell_import:
+        sys.excepthook = sys.__excepthook__
+        atexit.unregister(_tell_end)
+
+
+def _tell_import(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A fault of an import, with the package in which it is."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace)]
+    roots = [name.partition(".")[0] for name in names]
+    others = [name for name in roots if name not in ("__main__", "importlib", *_list_own())]
+    package = getattr(error, "name", None) or (others[0] if others else roots[-1])
+    first = (str(error).splitlines() or [""])[0]
+    said = f"error: {package} cannot be imported: {kind.__name__}: {first}; {REMEDY}\n"
+    os.write(2, said.encode(errors="backslashreplace"))
+    atexit.unregister(_tell_end)
+
+
+def _list_own() -> list[str]:
+    return [path.stem for path in Path(__file__).parent.glob("*.py")]
+
+
+def _tell_end() -> NoReturn:
+    os.write(2, f"error: a package ended the process as it was imported; {REMEDY}\n".encode())
+    os._exit(UNWRITTEN)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

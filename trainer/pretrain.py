@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import TextIO, cast
 
 try:
@@ -30,6 +31,10 @@ except ModuleNotFoundError as missing:
     sys.exit(
         f"error: {missing.name} is not installed for {sys.executable}; run `make build` in the checkout once, "
         "then `. .venv/bin/activate`"
+    )
+except (Exception, SystemExit) as broken:  # of a package: an OSError of a library, or whatever it raises
+    sys.exit(
+        f"error: a package cannot be imported: {type(broken).__name__}: {broken}; `python tools/doctor.py` tells which"
     )
 
 EXIT_BAD_CONFIG, EXIT_NO_OUTPUT = 2, 1
@@ -57,6 +62,10 @@ def main(argv: Sequence[str]) -> int:
     except ModuleNotFoundError as missing:
         say_early(f"{missing.name} is not installed; run `make build`, then `. .venv/bin/activate`", rank=rank)
         return EXIT_BAD_CONFIG
+    except (ImportError, OSError, SystemExit) as broken:  # a library of torch, or a package that gives up
+        what = f"a package cannot be imported: {type(broken).__name__}: {broken}"
+        say_early(f"{what}; `python tools/doctor.py` tells which", rank=rank)
+        return EXIT_BAD_CONFIG
 
     unguard()
     return launch(config, notes, rank=rank, world_size=world_size, local_rank=local_rank)
@@ -65,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 def run(argv: Sequence[str]) -> int:
     """Run the command line; a fault of standard output is one line. Where it is closed, the log goes to files alone."""
     if not prepare_output():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  # to the end of the process
     output = Output(sys.stdout)
     try:
         with redirect_stdout(cast(TextIO, output)):

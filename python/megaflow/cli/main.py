@@ -3,10 +3,10 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from megaflow.cli import exit_codes
 from megaflow.cli.arguments import Parser
+from megaflow.cli.start import load
 
 COMMANDS = {
     "preprocess": ("preprocess", "turn text files into .bin/.idx (the same as megaflow-preprocess)"),
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in COMMANDS:
         name = arguments[0]
-        module = import_module(f"megaflow.cli.{COMMANDS[name][0]}")
+        module = load(f"megaflow {name}", f"megaflow.cli.{COMMANDS[name][0]}")
         code: int = module.main(arguments[1:], prog=f"megaflow {name}")
         return code
 

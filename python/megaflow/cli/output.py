@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 CLOSED = "standard output is closed; leave it open, or send it to a file or /dev/null"
@@ -40,7 +41,7 @@ class Output:
 def prepare_output() -> bool:
     """Whether there is a standard output; what its encoding does not have is written as JSON escapes it."""
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # to the end of the process
     if sys.stdout is None:
         return False
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -2,8 +2,9 @@
 
 import os
 import signal
+import sys
 from importlib import import_module
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import NoReturn
 
 INTERRUPTED = 130
@@ -21,8 +22,18 @@ def preprocess() -> int:
 
 def _start(name: str, module: str) -> int:
     guard(f"{name}: stopped by Ctrl-C")
-    code: int = import_module(module).main()
+    code: int = load(name, module).main()
     return code
+
+
+def load(name: str, module: str) -> ModuleType:
+    """The module of a command; ends the process in one sentence where a package that it needs cannot be imported."""
+    try:
+        return import_module(module)
+    except (Exception, SystemExit) as error:  # an OSError of a library, or whatever a package raises
+        first = (str(error).splitlines() or [""])[0]
+        said = f"a package cannot be imported: {type(error).__name__}: {first}"
+        sys.exit(f"{name}: {said}; install it again, by `pip install --force-reinstall megaflow` or `make build`")
 
 
 def guard(sentence: str) -> None:

@@ -7,12 +7,14 @@ import shutil
 import sys
 import types
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import doctor
 import doctor_checks
+import doctor_packages
 from doctor_checks import Asked, Gpu, Line
 
 Usage = namedtuple("Usage", "total used free")
@@ -97,17 +99,24 @@ def test_gpus_of_several_kinds_are_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert "waits for the slowest" in list(doctor_checks.check_gpus(Asked()))[-1].text
 
 
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages that a test does not ask about are not imported."""
+    monkeypatch.setattr(doctor_packages, "FIRST", ())
+    monkeypatch.setattr(doctor_packages, "NEEDED", {})
+
+
 @pytest.mark.parametrize(
     "fault", ["OSError('libcudart.so.12: cannot open')", "ImportError('undefined symbol')", "RuntimeError('x')"]
 )
 def test_an_optional_package_that_breaks_at_import_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    light: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     (tmp_path / "liger_kernel.py").write_text(f"raise {fault}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "liger_kernel", raising=False)
-    monkeypatch.setattr(doctor_checks, "OPTIONAL", {"liger_kernel": ("fused norms", "liger-kernel")})
-    (line,) = doctor_checks.check_packages(Asked())
+    monkeypatch.setattr(doctor_packages, "OPTIONAL", {"liger_kernel": ("fused norms", "liger-kernel")})
+    (line,) = doctor_packages.check_packages(Asked())
     assert line.state == "fail"
     assert f"installed and cannot be imported: {fault.split('(')[0]}" in line.text
 
@@ -119,15 +128,79 @@ def test_a_package_that_is_needed_and_breaks_at_import_is_told(
     (tmp_path / "yaml.py").write_text(f"raise {fault}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "yaml", raising=False)
-    monkeypatch.setattr(doctor_checks, "OPTIONAL", {})
-    (line,) = doctor_checks.check_packages(Asked())
+    monkeypatch.setattr(doctor_packages, "OPTIONAL", {})
+    (line,) = doctor_packages.check_packages(Asked())
     assert line.state == "fail"
     assert f"pyyaml cannot be imported: {fault.split('(')[0]}" in line.text
 
 
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("import os\nos.kill(os.getpid(), 11)", "it crashes the process, by SIGSEGV"),
+        ("import os\nos._exit(0)", "it ends the process, with code 0"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_a_package_that_takes_the_process_along_is_told_and_those_behind_it_too(
+    light: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+    fault: str,
+) -> None:
+    (tmp_path / "pkg_crash.py").write_text(content)
+    (tmp_path / "pkg_fine.py").write_text("print('loud')")
+    (tmp_path / "pkg_broken.py").write_text("raise OSError('lib.so')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ("pkg_crash", "pkg_fine", "pkg_broken")
+    monkeypatch.setattr(doctor_packages, "OPTIONAL", {name: ("tests", name.replace("_", "-")) for name in names})
+    monkeypatch.setattr(doctor, "CHECKS", (doctor_packages.check_packages,))
+    assert doctor.main([]) == 1
+    crash, remedy, fine, broken, *_, last = capsys.readouterr().out.splitlines()
+    assert crash == f"FAIL  packages: pkg-crash is installed and cannot be imported: {fault}"
+    assert "pip uninstall pkg-crash" in remedy
+    assert fine == "ok    packages: pkg-fine (version unknown)"
+    assert broken.endswith("cannot be imported: OSError: lib.so")
+    assert last == "3 lines, 2 to mend"
+
+
+def test_packages_are_imported_once_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    run = doctor_packages.subprocess.run
+
+    def count(*rest: object, **names: object) -> object:
+        calls.append(1)
+        return run(*rest, **names)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(doctor_packages.subprocess, "run", count)
+    doctor_packages._import_all.cache_clear()
+    assert [doctor_packages.find_fault(name) for name in ("torch", "yaml", "megaflow", "numpy")] == [""] * 4
+    assert len(calls) == 1
+
+
+def test_a_check_that_fails_itself_does_not_end_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check_first(asked: Asked) -> Iterator[Line]:
+        yield Line("ok", "first", "begun")
+        raise SystemExit(0)
+
+    def check_second(asked: Asked) -> Iterator[Line]:
+        yield Line("ok", "second", "found")
+
+    monkeypatch.setattr(doctor, "CHECKS", (check_first, check_second))
+    assert doctor.main([]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  first: the check failed: SystemExit: 0\n" in out
+    assert "ok    second: found\n" in out
+
+
 def test_packages_that_are_not_there_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "OPTIONAL", {"no_such_package_at_all": ("nothing", "nothing")})
-    (line,) = doctor_checks.check_packages(Asked())
+    monkeypatch.setattr(doctor_packages, "OPTIONAL", {"no_such_package_at_all": ("nothing", "nothing")})
+    (line,) = doctor_packages.check_packages(Asked())
     assert (line.state, "not needed unless asked for" in line.text) == ("ok", True)
 
 

@@ -44,7 +44,8 @@ def read_ramp_up(step: StepConfig) -> tuple[int, int, int] | None:
     is_whole = all(word.isdecimal() and len(word) <= _MOST_DIGITS and int(word) > 0 for word in step.ramp_up)
     if len(step.ramp_up) != 3 or not is_whole:
         raise ConfigError(
-            f"step.ramp_up takes three whole numbers, first batch, increment and samples, got {' '.join(step.ramp_up)[:60]}"
+            "step.ramp_up takes three whole numbers, first batch, increment and samples, got "
+            + " ".join(step.ramp_up)[:60]
         )
     first, increment, samples = map(int, step.ramp_up)
     return first, increment, samples
