@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, flags = parser.parse_known_args(argv)
     try:
         if options.rows:
+            refuse_with_rows(parser, options, flags)
             with show_counts("planning", "rows") as progress:
                 entries = list(judge_rows(progress))
             print(json.dumps(entries, indent=1) if options.json else format_rows(entries))
@@ -76,6 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegaflowError as error:
         say_error(str(error), as_json=options.json)
         return 2
+
+
+def refuse_with_rows(parser: DeskParser, options: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Refuse flags that `--rows`, whose models and GPUs are its own, would not look at.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    own = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+    named = [f"--{name.replace('_', '-')}" for name in own if name not in ("rows", "json")]
+    if named or flags:
+        raise ConfigError(f"--rows has models and GPUs of its own; drop {' '.join([*named, *flags])}, or --rows")
 
 
 def make_parser() -> DeskParser:
@@ -150,11 +163,15 @@ def show_plan(options: argparse.Namespace, flags: Sequence[str]) -> int:
         found = search(base, cluster, options.micro_batch_size, progress)
     choices, best = found.choices, recommend(found.choices)
     if options.json:
-        print(json.dumps(describe_json(choices[: options.top], best, cluster, flags), indent=1))
-        return 0 if choices else 1
+        content = describe_json(choices[: options.top], best, cluster, flags)
+        if best is None:
+            content["error"] = explain_nothing(found.nearest, cluster)
+        print(json.dumps(content, indent=1))
     if best is None:
-        print(explain_nothing(found.nearest, cluster), file=sys.stderr)
+        say_error(explain_nothing(found.nearest, cluster), as_json=False)
         return 1
+    if options.json:
+        return 0
     print(format_head(best, cluster))
     print(format_table(choices[: options.top]))
     print(format_choice(best, cluster, flags))
@@ -198,11 +215,11 @@ def check_sizes(sizes: Sequence[int]) -> None:
 def explain_nothing(nearest: Choice | None, cluster: Cluster) -> str:
     """The layout that needs least, by how much it does not fit, and what could be changed."""
     if nearest is None:
-        return "error: the trainer takes no layout of this model on these GPUs"
+        return "the trainer takes no layout of this model on these GPUs"
     short = (nearest.total_bytes - cluster.usable_bytes) / 1e9
     needed = math.ceil(cluster.num_gpus * nearest.total_bytes / cluster.usable_bytes)
     return (
-        f"error: nothing fits on {cluster.num_gpus} GPUs with {cluster.memory_gb:g} GB: the layout that needs least, "
+        f"nothing fits on {cluster.num_gpus} GPUs with {cluster.memory_gb:g} GB: the layout that needs least, "
         f"{nearest.layout} with ZeRO {nearest.config.parallel.zero} and recompute "
         f"{nearest.config.recompute.granularity}, takes {nearest.total_bytes / 1e9:.1f} GB a GPU, {short:.1f} too much"
         f"; try about {needed} GPUs, a shorter --seq-length, --optimizer-cpu-offload or --all-bf16"

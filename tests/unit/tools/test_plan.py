@@ -225,6 +225,27 @@ def test_where_nothing_fits_the_shortage_is_named(capsys: pytest.CaptureFixture[
     assert plan.main(words) == 1
     assert "nothing fits on 4 GPUs with 24 GB" in (text := capsys.readouterr().err)
     assert "35.2 too much" in text
+    assert plan.main([*words, "--json"]) == 1
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["layouts"] == []
+    assert f"error: {found['error']}\n" == said.err == text
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--bogus", "--bogus"),
+        ("--preset llama2_7b", "--preset llama2_7b"),
+        ("--gpus 64 --top 2 --bogus 1", "--gpus --top --bogus 1"),
+    ],
+)
+def test_rows_take_no_other_flag(words: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--rows", *words.split()]) == 2
+    sentence = f"--rows has models and GPUs of its own; drop {named}, or --rows"
+    assert capsys.readouterr().err == f"error: {sentence}\n"
+    assert plan.main(["--rows", "--json", *words.split()]) == 2
+    assert json.loads(capsys.readouterr().out) == {"error": sentence}
 
 
 def test_faults_of_the_flags_are_the_trainers_words(capsys: pytest.CaptureFixture[str]) -> None:
