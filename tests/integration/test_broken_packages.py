@@ -1,4 +1,4 @@
-"""A package that breaks as it is imported ends every command in one sentence with a remedy, never as if all were well."""
+"""A package that breaks as it is imported ends a command in one sentence with a remedy, never as if all went well."""
 
 from __future__ import annotations
 

@@ -200,8 +200,38 @@ def test_ctrl_c_ends_long_statistics_in_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
-def test_a_reader_that_has_gone_is_no_fault() -> None:
-    line = f"'{sys.executable}' tools/plan.py --rows | head -1; echo ${{PIPESTATUS[0]}}"
+READ = {
+    "plan": ["tools/plan.py", "--preset", "gpt2_small"],
+    "diagnose": ["tools/diagnose.py", "tests/golden/runs/flat-loss"],
+    "doctor": ["tools/doctor.py", "--no-collective"],
+    "completion": ["-m", "megaflow", "completion", "bash"],
+    "pretrain": ["trainer/pretrain.py", "--help"],
+}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("door", READ)
+def test_a_reader_that_has_gone_is_no_fault(door: str, unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # before the command begins: its first write finds nobody
+    try:
+        done = subprocess.run(
+            [sys.executable, *READ[door]],
+            cwd=ROOT,
+            env={**ENVIRONMENT, "PYTHONUNBUFFERED": unbuffered},
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    said = [line for line in done.stderr.splitlines() if not line.startswith(("planning ", "doctor: "))]
+    assert (done.returncode, said) == (0, [])
+
+
+def test_a_reader_that_goes_in_the_middle_is_no_fault() -> None:
+    line = f"'{sys.executable}' -u tools/plan.py --preset gpt2_small | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert [line for line in done.stderr.splitlines() if not line.startswith("planning ")] == []
     assert done.stdout.splitlines()[-1] == "0"

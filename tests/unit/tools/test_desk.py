@@ -130,3 +130,25 @@ def test_what_is_over_soon_is_not_spoken_of(capsys: pytest.CaptureFixture[str]) 
     with waiting.Waiting("doctor") as shown:
         shown.begin("imports (1 of 2)")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("setting", "coloured"), [(None, True), ("", True), ("1", False)])
+def test_doctor_has_colours_on_a_terminal_unless_no_color_is_set(
+    setting: str | None, coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def check(asked: Asked) -> Iterator[Line]:
+        yield Line("ok", "first", "found")
+
+    monkeypatch.setattr(doctor, "CHECKS", (check,))
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("NO_COLOR", setting)
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert doctor.main([]) == 0
+    mark = "\033[32mok  \033[0m" if coloured else "ok  "
+    assert screen.getvalue().splitlines()[0] == f"{mark}  first: found"
