@@ -62,7 +62,7 @@ def test_the_list_of_messages_holds_those_of_all_parts() -> None:
         "{...} is not a flag of this trainer",
         "x accumulation has no solution",
         "{...}: not YAML: {...}; {...}",
-        "error: nothing fits on {...} GPUs",
+        "nothing fits on {...} GPUs",
         "## `python/megaflow/__init__.py`",  # without the quotes a page shows "init.py" in bold
         "parallel.zero 3",
     ):
