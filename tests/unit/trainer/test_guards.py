@@ -197,6 +197,31 @@ def test_what_a_lost_rank_left_in_a_store_that_is_gone_is_not_guessed() -> None:
     assert watch.describe_lost() == "rank 1 died or ended with an error"
 
 
+ENDS = """
+import os, time
+import torch.distributed as dist
+from megaflow_trainer.training import peers
+from megaflow_trainer.training.processes import Process
+
+peers.POLL_S = 0.0
+own = Process.find(os.getpid())
+store = dist.TCPStore("localhost", 0, 1, True)
+watches = [peers.PeerWatch(0, (own, own), store) for _ in range(8)]
+for watch in watches:
+    watch.start()
+time.sleep(0.1)
+for watch in watches:
+    watch.leave(is_well=True)
+    watch.stop()
+"""
+
+
+def test_a_process_does_not_end_while_its_watch_asks_the_store() -> None:
+    """Python ends threads that come back from C++ by unwinding them, which C++ does not bear."""
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_single_rank_watches_nobody() -> None:
     watch = PeerWatch(0, (), None)
     watch.start()

@@ -77,10 +77,13 @@ def _run(config: TrainConfig, notes: Sequence[str], own: Launch, meeting: Meetin
         if rank == 0:
             record(FAULT)
         raise
-    peers.leave(is_well=True)
-    if world_size > 1:
-        dist.destroy_process_group()
-    return code
+    else:
+        peers.leave(is_well=True)
+        if world_size > 1:
+            dist.destroy_process_group()
+        return code
+    finally:
+        peers.stop()
 
 
 def find_code(error: MegaflowError) -> int:

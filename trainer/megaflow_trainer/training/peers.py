@@ -51,16 +51,23 @@ class PeerWatch:
         self.lost: int | None = None
         """A rank that died without a word."""
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peer watch", daemon=True)
 
     def start(self) -> None:
         """Begin to watch the others."""
         if self.store is not None:
-            threading.Thread(target=self._watch, name="peer watch", daemon=True).start()
+            self._thread.start()
 
     def leave(self, *, is_well: bool) -> None:
         """Say that this rank ends, as it should or with a fault that it has told, and watch no more."""
         self._over.set()
         self._tell(f"{'left' if is_well else 'failed'}/{self.rank}")
+
+    def stop(self) -> None:
+        """Watch no more. A process must not end before: a thread that asks the store while Python ends aborts it."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(PATIENCE_S)
 
     def find_lost(self) -> int | None:
         """A rank of this machine that is gone without having said so; None if there is none."""
