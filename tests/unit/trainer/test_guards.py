@@ -218,7 +218,9 @@ for watch in watches:
 
 def test_a_process_does_not_end_while_its_watch_asks_the_store() -> None:
     """Python ends threads that come back from C++ by unwinding them, which C++ does not bear."""
-    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", ENDS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,8 @@ print(taken > 100, refused > 500)
 
 def test_no_number_of_a_flag_fills_the_memory_or_is_a_traceback() -> None:
     command = [sys.executable, "-c", PROGRAM % BASE]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=240)
     assert (done.stdout, done.stderr) == ("True True\n", "")
 
 
