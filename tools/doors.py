@@ -58,7 +58,10 @@ def run_door(main: Callable[[], int | None]) -> int:
 
 
 class _Output:
-    """Standard output that remembers the fault of a write: no other fault is taken for one of its own."""
+    """Standard output that remembers the fault of a write: no other fault is taken for one of its own.
+
+    As in `megaflow.cli.output`, which the desk cannot take: doctor must run where megaflow cannot be imported.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -22,6 +22,7 @@ from megaflow_trainer.optim.scaler import LossScaler
 from megaflow_trainer.parallel.data import DataOptions, MainGradients
 
 CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
+SHAPE = ModelConfig(num_layers=1, hidden_dim=8, num_heads=2, max_positions=4, vocab_size=16, vocab_multiple=16)
 
 
 def make(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, MainGradients, Optimizer]:
@@ -149,15 +150,7 @@ def test_muon_moves_inner_matrices_and_adamw_the_rest() -> None:
 
 
 def test_muon_leaves_embeddings_and_the_head_to_adamw() -> None:
-    config = ModelConfig(
-        num_layers=1,
-        hidden_dim=8,
-        num_heads=2,
-        max_positions=4,
-        vocab_size=16,
-        vocab_multiple=16,
-        tied_embeddings=False,
-    )
+    config = dataclasses.replace(SHAPE, tied_embeddings=False)
     model = build_gpt(config, Sockets(), device=torch.device("cpu"), dtype=torch.float32)
     saved = Optimizer(
         MainGradients(model, one_rank()).parameters, dataclasses.replace(CONFIG, kind="muon")
@@ -168,16 +161,7 @@ def test_muon_leaves_embeddings_and_the_head_to_adamw() -> None:
 
 
 def test_muon_makes_each_expert_orthogonal_by_itself() -> None:
-    config = ModelConfig(
-        num_layers=1,
-        hidden_dim=8,
-        num_heads=2,
-        max_positions=4,
-        vocab_size=16,
-        vocab_multiple=16,
-        num_experts=3,
-        expert_dim=20,
-    )
+    config = dataclasses.replace(SHAPE, num_experts=3, expert_dim=20)
     model = build_gpt(config, Sockets(), device=torch.device("cpu"), dtype=torch.float32)
     init_weights(model, config, seed=1)
     gradients, muon = MainGradients(model, one_rank()), dataclasses.replace(CONFIG, kind="muon")
