@@ -66,7 +66,7 @@ def format_row(row: str, recipe: str, sides: dict[str, list[Any]]) -> str | None
         return None
     rate, run = own
     gib = f"{run['memory_peak_bytes'] / 2**30:.1f}"
-    sent = f"{run.get('communication_s', 0.0) * 1e3:.1f}"
+    sent = f"{run.get('exposed_communication_s', 0.0) * 1e3:.1f}"
     theirs, ratio = "-", "-"
     if rival is not None:
         theirs, ratio = f"{rival[0] / 1e3:.1f} k `{rival[1]['flags']}`", f"{rate / rival[0]:.3f}"

@@ -207,18 +207,23 @@ def make_main_step(
     return step
 
 
-def measure_exposed(step: Callable[[], None]) -> float:
-    """Seconds of a step in which the GPU ran a kernel of NCCL and no other."""
+def profile_step(step: Callable[[], None]) -> list[tuple[str, float, float]]:
+    """What ran on the GPU in one step: name, start and end in microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
         step()
         torch.cuda.synchronize()
-    spans = [
-        (event.time_range.start, event.time_range.end, "nccl" in event.name.lower())
+    return [
+        (event.name, event.time_range.start, event.time_range.end)
         for event in found.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
+
+
+def measure_exposed(kernels: list[tuple[str, float, float]]) -> float:
+    """Seconds in which a kernel of NCCL ran and no other."""
+    spans = [(start, end, "nccl" in name.lower()) for name, start, end in kernels]
     moments = sorted([(a, 1, is_nccl) for a, _, is_nccl in spans] + [(b, -1, is_nccl) for _, b, is_nccl in spans])
     running, last, exposed = {True: 0, False: 0}, 0.0, 0.0
     for moment, change, is_nccl in moments:
@@ -227,6 +232,16 @@ def measure_exposed(step: Callable[[], None]) -> float:
         running[is_nccl] += change
         last = moment
     return exposed / 1e6
+
+
+def list_longest(kernels: list[tuple[str, float, float]], count: int) -> list[tuple[str, float, int]]:
+    """The kernels with the most time: name, milliseconds and calls of the step."""
+    totals: dict[str, tuple[float, int]] = {}
+    for name, start, end in kernels:
+        time, calls = totals.get(name, (0.0, 0))
+        totals[name] = time + (end - start) / 1e3, calls + 1
+    longest = sorted(totals.items(), key=lambda item: -item[1][0])[:count]
+    return [(name[:120], round(time, 3), calls) for name, (time, calls) in longest]
 
 
 def main() -> None:
@@ -240,6 +255,7 @@ def main() -> None:
     parser.add_argument("--loss", choices=("native", "te"), default="te", help="kernel of the loss (default: te)")
     parser.add_argument("--graphs", choices=("local", "transformer_engine"), help="CUDA graphs of layers")
     parser.add_argument("--no-fusion", action="store_true", help="without fp32 sums in products and fused routers")
+    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels with the most time (default: 0)")
     parser.add_argument("--steps", type=int, default=8, help="steps that are timed, after 4 others (default: 8)")
     options = parser.parse_args()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if options.tp > 1 else "8")
@@ -275,7 +291,7 @@ def main() -> None:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
     peak = torch.cuda.max_memory_allocated()
-    exposed = measure_exposed(step) if dist.get_world_size() > 1 else 0.0
+    kernels = profile_step(step) if dist.get_world_size() > 1 or options.kernels else []
     seconds = statistics.median(times)
     if dist.get_rank() == 0:
         line = {
@@ -284,7 +300,8 @@ def main() -> None:
             "tokens_per_s": round(sizes.global_batch_size * sizes.seq_length / seconds),
             "step_time_s": seconds,
             "memory_peak_bytes": peak,
-            "exposed_communication_s": exposed,
+            "exposed_communication_s": measure_exposed(kernels),
+            "kernels": list_longest(kernels, options.kernels),
             "options": {name: value for name, value in vars(options).items() if value},
         }
         print(json.dumps(line), flush=True)

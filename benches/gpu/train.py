@@ -6,9 +6,10 @@
     python3 benches/gpu/train.py --data PREFIX gpt-1.3b --rival="" --rival="--no-fusion" --rounds 3
 
 Each row is a run of trainer/pretrain.py in a process of its own, once for every `--flags`, in turn; the figures are the
-last line of its log (means over the last `--window` steps). With `--rival` Megatron-Core runs in turn with them, in the
-same recipe (bf16 weights and states if the flags say `--all-bf16`, else fp32 masters and sums), once for every
-`--rival`, which are flags of `rival_megatron.py`. Writes JSON to `benches/results/`; `merge.py` makes the table.
+last line of its log (means over the last `--window` steps). With several `--ranks` one more step is profiled, for the
+time in which a kernel of NCCL ran and no other, as the rival measures it. With `--rival` Megatron-Core runs in turn with
+them, in the same recipe (bf16 weights and states if the flags say `--all-bf16`, else fp32 masters and sums), once for
+every `--rival`, which are flags of `rival_megatron.py`. Writes JSON to `benches/results/`; `merge.py` makes the table.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ SHOWN = (
     "communication_s",
     "other_s",
     "exposed_communication_s",
+    "pipeline_bubble",
     "memory_peak_bytes",
     "lm_loss",
 )
@@ -76,8 +78,12 @@ def run_rival(row: str, flags: str, options: argparse.Namespace, *, recipe: str)
 def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]:
     """One run; the last line of its log, or what it said when it failed."""
     with tempfile.TemporaryDirectory() as folder:
-        steps = ["--train-iters", str(options.steps), "--log-interval", str(options.window), "--run-dir", folder]
-        words = [*ROWS[row].split(), *COMMON.split(), *flags.split(), "--data-path", options.data, *steps]
+        last = options.steps + (options.ranks > 1)
+        steps = ["--train-iters", str(last), "--log-interval", str(options.window), "--run-dir", folder]
+        profile = (
+            f"--profile --profile-step-start {last} --profile-step-end {last}".split() if options.ranks > 1 else []
+        )
+        words = [*ROWS[row].split(), *COMMON.split(), *flags.split(), "--data-path", options.data, *steps, *profile]
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
         launcher = ranks if options.ranks > 1 else []
         command = [sys.executable, *launcher, str(ROOT / "trainer" / "pretrain.py"), *words]
@@ -86,8 +92,19 @@ def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]
             return {"row": row, "flags": flags, "error": (done.stderr or done.stdout)[-1500:]}
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         values = [json.loads(line) for line in lines if "lm_loss" in line]
+        values = [line for line in values if line["iteration"] <= options.steps]
         total = values[-1]["tokens_per_s_per_gpu"] * options.ranks
-        return {"row": row, "flags": flags, "first": values[0], "tokens_per_s": total, **values[-1]}
+        found = {"row": row, "flags": flags, "first": values[0], "tokens_per_s": total, **values[-1]}
+        if profile:
+            table = (Path(folder) / "profile" / f"rank_0_to_{last}.txt").read_text(encoding="utf-8")
+            found |= {"exposed_communication_s": read_exposed(table), "profile": table}
+        return found
+
+
+def read_exposed(table: str) -> float:
+    """Seconds of a profiled step in which a kernel of NCCL ran and no other: the last column below `NCCL kernel`."""
+    below = table.partition("NCCL kernel")[2].splitlines()[1:]
+    return sum(float(line.split()[-1]) for line in below if line.strip()) / 1e3
 
 
 def run_round(row: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
