@@ -8,6 +8,10 @@ clipping, AdamW; tokens are random and already on the GPU, which favours the riv
 - `fp32`: its own DistributedDataParallel and distributed optimizer with fp32 gradients, masters and moments; weight
   gradients are added by the products in fp32, collectives overlap with backward and forward.
 
+Before it is timed its attention is compared with torch's, since Transformer Engine 2.20 hands flash-attn 4 (4.0.0b36) the
+window (-1, 0) for "all earlier tokens", which that takes for a window that holds no token: fast, and the output has
+nothing to do with attention. `mend_windows` hands it over as flash-attn means it.
+
 Prints one JSON line: tokens/s over all ranks (median of the steps), peak memory, exposed communication of a step.
 
     torchrun --nproc_per_node=1 benches/gpu/rival_megatron.py gpt-1.3b --recipe fp32
@@ -48,6 +52,49 @@ def offer_fused_sums() -> None:
         module: Any = types.ModuleType(name)
         module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = add_product
         sys.modules[name] = module
+
+
+def mend_windows() -> None:
+    """Let Transformer Engine say "no window" to flash-attn 4 in its own words: None, where it says -1 or, causal, 0."""
+    from transformer_engine.pytorch.attention.dot_product_attention import backends
+
+    given = backends.flash_attn_func_v4
+
+    def attend(
+        *tensors: torch.Tensor, window_size: tuple[int | None, int | None] = (None, None), **options: Any
+    ) -> Any:
+        left, right = window_size
+        if left is None or left < 0:
+            left, right = None, None if options.get("causal") or right is None or right < 0 else right
+        return given(*tensors, window_size=(left, right), **options)
+
+    if given is not None:
+        backends.flash_attn_func_v4 = attend
+
+
+def check_attention(sizes: argparse.Namespace) -> float:
+    """The largest difference of its attention from torch's, results and gradients, over the largest value.
+
+    Raises:
+        SystemExit: if it is above 2e-2: what is timed would be no attention.
+    """
+    from transformer_engine.pytorch import DotProductAttention
+
+    heads, width = sizes.num_attention_heads, sizes.hidden_size // sizes.num_attention_heads
+    core = DotProductAttention(heads, width, attention_dropout=0.0, qkv_format="sbhd", attn_mask_type="causal")
+    shape = (sizes.seq_length, 2, heads, width)
+    own = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    wide = [x.detach().float().requires_grad_() for x in own]
+    slope = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    core(*own).view(shape).backward(slope)
+    plain = torch.nn.functional.scaled_dot_product_attention(*(x.permute(1, 2, 0, 3) for x in wide), is_causal=True)
+    plain.permute(2, 0, 1, 3).backward(slope.float())
+    pairs = [(x.grad, y.grad) for x, y in zip(own, wide, strict=True)]
+    pairs.append((core(*own).view(shape), plain.permute(2, 0, 1, 3)))
+    largest = max(((x.float() - y).abs().max() / y.abs().max()).item() for x, y in pairs)
+    if not largest <= 2e-2:
+        raise SystemExit(f"its attention is none: {largest:.2g} of the largest value away from torch's")
+    return largest
 
 
 def read_row(row: str) -> argparse.Namespace:
@@ -254,11 +301,17 @@ def main() -> None:
     parser.add_argument("--fp8", choices=("tensorwise", "delayed"), help="products in fp8, by this recipe")
     parser.add_argument("--loss", choices=("native", "te"), default="te", help="kernel of the loss (default: te)")
     parser.add_argument("--graphs", choices=("local", "transformer_engine"), help="CUDA graphs of layers")
+    parser.add_argument(
+        "--attention", choices=("flash", "fused"), help="flash-attn 4 or cuDNN (default: Transformer Engine's choice)"
+    )
     parser.add_argument("--no-fusion", action="store_true", help="without fp32 sums in products and fused routers")
     parser.add_argument("--kernels", type=int, default=0, help="list so many kernels with the most time (default: 0)")
     parser.add_argument("--steps", type=int, default=8, help="steps that are timed, after 4 others (default: 8)")
     options = parser.parse_args()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if options.tp > 1 else "8")
+    if options.attention is not None:
+        os.environ["NVTE_FLASH_ATTN"] = str(int(options.attention == "flash"))
+        os.environ["NVTE_FUSED_ATTN"] = str(int(options.attention == "fused"))
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
 
@@ -271,6 +324,8 @@ def main() -> None:
     )
     model_parallel_cuda_manual_seed(1, te_rng_tracker=bool(options.graphs), use_cudagraphable_rng=bool(options.graphs))
     sizes = read_row(options.row)
+    mend_windows()
+    error = check_attention(sizes)
     config, model = build(sizes, options)
     shape = (sizes.micro_batch_size, sizes.seq_length)
     tokens, labels = (torch.randint(0, VOCAB, shape, device="cuda") for _ in range(2))
@@ -301,6 +356,7 @@ def main() -> None:
             "step_time_s": seconds,
             "memory_peak_bytes": peak,
             "exposed_communication_s": measure_exposed(kernels),
+            "attention_error": error,
             "kernels": list_longest(kernels, options.kernels),
             "options": {name: value for name, value in vars(options).items() if value},
         }

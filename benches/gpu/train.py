@@ -5,11 +5,12 @@
     python3 benches/gpu/train.py --data PREFIX gpt2-124m gpt-1.3b --flags="" --flags="--no-compile"
     python3 benches/gpu/train.py --data PREFIX gpt-1.3b --rival="" --rival="--no-fusion" --rounds 3
 
-Each row is a run of trainer/pretrain.py in a process of its own, once for every `--flags`, in turn; the figures are the
-last line of its log (means over the last `--window` steps). With several `--ranks` one more step is profiled, for the
-time in which a kernel of NCCL ran and no other, as the rival measures it. With `--rival` Megatron-Core runs in turn with
-them, in the same recipe (bf16 weights and states if the flags say `--all-bf16`, else fp32 masters and sums), once for
-every `--rival`, which are flags of `rival_megatron.py`. Writes JSON to `benches/results/`; `merge.py` makes the table.
+Each row is a run of trainer/pretrain.py in a process of its own, once for every `--flags`, in turn; the figures are
+the last line of its log (means over the last `--window` steps). With several `--ranks` one more step is profiled, for
+the time in which a kernel of NCCL ran and no other, as the rival measures it. With `--rival` Megatron-Core runs in
+turn with them, in the same recipe (bf16 weights and states if the flags say `--all-bf16`, else fp32 masters and sums),
+once for every `--rival`, which are flags of `rival_megatron.py`. Writes JSON to `benches/results/`; `merge.py` makes
+the table.
 """
 
 from __future__ import annotations

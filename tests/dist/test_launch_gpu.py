@@ -1,4 +1,4 @@
-"""Two GPUs under torchrun, joined by NCCL: a killed rank ends all and they go on, and other layouts load what they saved."""
+"""Two GPUs under torchrun, joined by NCCL: a killed rank ends all, they go on, other layouts load what they saved."""
 
 from __future__ import annotations
 
