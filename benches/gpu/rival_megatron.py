@@ -8,9 +8,9 @@ clipping, AdamW; tokens are random and already on the GPU, which favours the riv
 - `fp32`: its own DistributedDataParallel and distributed optimizer with fp32 gradients, masters and moments; weight
   gradients are added by the products in fp32, collectives overlap with backward and forward.
 
-Before it is timed its attention is compared with torch's, since Transformer Engine 2.20 hands flash-attn 4 (4.0.0b36) the
-window (-1, 0) for "all earlier tokens", which that takes for a window that holds no token: fast, and the output has
-nothing to do with attention. `mend_windows` hands it over as flash-attn means it.
+Before it is timed its attention is compared with torch's, since Transformer Engine 2.20 hands flash-attn 4 (4.0.0b36)
+the window (-1, 0) for "all earlier tokens", which that takes for a window that holds no token: fast, and the output
+has nothing to do with attention. `mend_windows` hands it over as flash-attn means it.
 
 Prints one JSON line: tokens/s over all ranks (median of the steps), peak memory, exposed communication of a step.
 
@@ -116,6 +116,7 @@ def read_row(row: str) -> argparse.Namespace:
 
 def configure(sizes: argparse.Namespace, options: argparse.Namespace) -> Any:
     """Megatron's configuration: everything that its documentation names for speed and that these models can use."""
+    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     is_main = options.recipe == "fp32"
@@ -142,6 +143,7 @@ def configure(sizes: argparse.Namespace, options: argparse.Namespace) -> Any:
         "pipeline_dtype": torch.bfloat16,
         "tensor_model_parallel_size": options.tp,
         "sequence_parallel": options.tp > 1,
+        "attention_backend": AttnBackend[options.attention],
     }
     if sizes.num_experts:
         values |= {
@@ -302,16 +304,16 @@ def main() -> None:
     parser.add_argument("--loss", choices=("native", "te"), default="te", help="kernel of the loss (default: te)")
     parser.add_argument("--graphs", choices=("local", "transformer_engine"), help="CUDA graphs of layers")
     parser.add_argument(
-        "--attention", choices=("flash", "fused"), help="flash-attn 4 or cuDNN (default: Transformer Engine's choice)"
+        "--attention",
+        choices=("auto", "flash", "fused"),
+        default="auto",
+        help="flash-attn 4 or cuDNN (default: auto, Transformer Engine's choice)",
     )
     parser.add_argument("--no-fusion", action="store_true", help="without fp32 sums in products and fused routers")
     parser.add_argument("--kernels", type=int, default=0, help="list so many kernels with the most time (default: 0)")
     parser.add_argument("--steps", type=int, default=8, help="steps that are timed, after 4 others (default: 8)")
     options = parser.parse_args()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if options.tp > 1 else "8")
-    if options.attention is not None:
-        os.environ["NVTE_FLASH_ATTN"] = str(int(options.attention == "flash"))
-        os.environ["NVTE_FUSED_ATTN"] = str(int(options.attention == "fused"))
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
 

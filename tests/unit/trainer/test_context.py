@@ -32,26 +32,29 @@ def test_a_mask_is_causal_within_its_window() -> None:
 
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("groups, value_dim", [(4, 8), (2, 8), (2, 6)])
 def test_two_blocks_merged_are_the_whole_attention_and_so_are_their_gradients(
-    dtype: torch.dtype, window: int | None, groups: int, value_dim: int
+    dtype: torch.dtype, window: int | None, groups: int, value_dim: int, device: str
 ) -> None:
     make = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(2, heads, 16, dim, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+        torch.randn(2, heads, 16, dim, generator=make, dtype=torch.float64).to(device, dtype).requires_grad_()
         for heads, dim in ((4, 8), (groups, 8), (groups, value_dim))
     )
     expected = attend_math(q, k, v, dropout=0.0, window=window, scale=0.3)
-    grad = torch.randn(expected.shape, generator=make, dtype=torch.float64).to(dtype)
+    grad = torch.randn(expected.shape, generator=make, dtype=torch.float64).to(device, dtype)
     expected.backward(grad)
-    q_late, grads = q.detach()[:, :, 8:], [torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v)]
+    q_late = q.detach()[:, :, 8:]
+    grads = [torch.zeros(x.shape, dtype=torch.float64, device=device) for x in (q, k, v)]
     wide = torch.promote_types(dtype, torch.float32)
-    out = torch.zeros(2, 4, 8, value_dim, dtype=wide)
-    lse = torch.full((2, 4, 8), -torch.inf, dtype=wide)
+    out = torch.zeros(2, 4, 8, value_dim, dtype=wide, device=device)
+    lse = torch.full((2, 4, 8), -torch.inf, dtype=wide, device=device)
     blocks = [(slice(0, 8), 8), (slice(8, 16), 0)]
     for keys, offset in blocks:
         part = (k.detach()[:, :, keys], v.detach()[:, :, keys])

@@ -12,6 +12,7 @@ from helpers.runs import TINY, run_tiny
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.checks import Device, check_device
+from megaflow_trainer.parallel.mesh import Launch, build_mesh
 from megaflow_trainer.training import build as build_module
 from megaflow_trainer.training import run as run_module
 from megaflow_trainer.training.preflight import describe_shortage, find_capacity, refuse_device
@@ -71,3 +72,13 @@ def test_more_memory_than_the_device_has_is_told_before_the_run() -> None:
     assert said is not None
     assert said.startswith("note: that is more than the 5 MiB of the device")
     assert find_capacity(torch.device("cpu")) > 2**28
+
+
+def test_a_mesh_makes_its_gpu_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches kernels on the current GPU, wherever their tensors are: rank 1 ended at its first update."""
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    mesh = build_mesh(Launch(), torch.device("cuda", 1), "nccl")
+    assert taken == [mesh.device] == [torch.device("cuda", 1)]
+    build_mesh(Launch(), torch.device("cpu"), "gloo")
+    assert len(taken) == 1

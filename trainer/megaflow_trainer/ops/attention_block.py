@@ -143,9 +143,9 @@ def _flash_backward(
             grad, q, k, v, out, lse.float(), 0.0, is_causal, scale=scale
         )
     else:
-        length, none = q.shape[2], torch.empty(0, dtype=torch.int32, device=q.device)
-        state = torch.zeros((), dtype=torch.int64, device=q.device)
+        length, state = q.shape[2], torch.zeros((), dtype=torch.int64, device=q.device)
+        packed = (None, None)  # bounds of packed sequences; an empty tensor would be taken for some
         parts = _ATEN._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), none, none, length, length, 0.0, is_causal, state, state, scale=scale
+            grad, q, k, v, out, lse.contiguous(), *packed, length, length, 0.0, is_causal, state, state, scale=scale
         )
     return parts[0], parts[1], parts[2]

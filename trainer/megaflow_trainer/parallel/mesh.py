@@ -149,8 +149,11 @@ def start_group(launch: Launch, store: dist.Store | None, backend: str) -> None:
 def build_mesh(launch: Launch, device: torch.device, backend: str, layout: Layout | None = None) -> Mesh:
     """Lay the ranks out on the axes; without a layout all of them are data parallel.
 
-    The process group must have been joined if there are several ranks.
+    The process group must have been joined if there are several ranks. A GPU becomes this process's current one: Triton
+    launches a kernel there, wherever its tensors are.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     layout = layout or Layout(dp_replicate=launch.world_size)
     assert layout.size == launch.world_size, "checked with the configuration"
     if launch.world_size == 1:
