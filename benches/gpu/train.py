@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,12 @@ SHOWN = (
 )
 
 
+def explain(done: subprocess.CompletedProcess[str]) -> str:
+    """What a run that failed said: its lines with an error, else its end."""
+    text = done.stderr + done.stdout
+    return "\n".join(re.findall(r"^.*(?:Error|error:).*$", text, re.MULTILINE)[:8]) or text[-1500:]
+
+
 def run_rival(row: str, flags: str, options: argparse.Namespace, *, recipe: str) -> dict[str, Any]:
     """One run of the rival; its line, or what it said when it failed."""
     script = str(ROOT / "benches" / "gpu" / "rival_megatron.py")
@@ -72,7 +79,7 @@ def run_rival(row: str, flags: str, options: argparse.Namespace, *, recipe: str)
     found = {"row": row, "rival": "megatron-core", "recipe": recipe, "flags": flags}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        return {**found, "error": (done.stderr or done.stdout)[-1500:]}
+        return {**found, "error": explain(done)}
     return {**found, **json.loads(lines[-1])}
 
 
@@ -90,7 +97,7 @@ def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]
         command = [sys.executable, *launcher, str(ROOT / "trainer" / "pretrain.py"), *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            return {"row": row, "flags": flags, "error": (done.stderr or done.stdout)[-1500:]}
+            return {"row": row, "flags": flags, "error": explain(done)}
         lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         values = [json.loads(line) for line in lines if "lm_loss" in line]
         values = [line for line in values if line["iteration"] <= options.steps]
