@@ -290,13 +290,14 @@ def test_16_bits_stay_close_to_one_rank(eight_ranks: RankPool, precision: str, l
 
 
 @pytest.mark.slow  # compiling takes its time
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     ("layout", "num_ranks"),
     [(f"{TP2} {SP}", 2), (ZERO1, 2), (PP2, 2), (CP2, 2), (f"{CP2} {CP_KINDS['a2a']}", 2), (f"{TP2} {PP2}", 4)],
     ids=["tp2_sp", "zero1", "pp2", "cp2", "cp2_a2a", "tp2pp2"],
 )
-def test_compiled_blocks_equal_one_rank_without(eight_ranks: RankPool, layout: str, num_ranks: int) -> None:
-    compare(eight_ranks, Case("llama", f"{layout} {SMALL} --compile", num_ranks))
+def test_compiled_blocks_equal_one_rank_without(eight_ranks: RankPool, layout: str, num_ranks: int, kind: str) -> None:
+    compare(eight_ranks, Case(kind, f"{layout} {SMALL} --compile", num_ranks))
 
 
 WHOLE = {
@@ -403,9 +404,14 @@ def repeat_own(x: torch.Tensor, group: Any, dim: int = 1, *_: Any, **__: Any) ->
     return torch.cat([x] * dist.get_world_size(group), dim)
 
 
-def cut_own(x: torch.Tensor, group: Any, dim: int = 1, **_: Any) -> torch.Tensor:
+def cut_own(x: torch.Tensor, group: Any, dim: int = 1, *_: Any, **__: Any) -> torch.Tensor:
     """In place of a reduce-scatter of tokens."""
-    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+    return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)].clone()
+
+
+def take_first(ranks: Any, x: torch.Tensor) -> torch.Tensor:
+    """In place of this rank's part of what is given for all tokens."""
+    return x if x.dim() == 1 else x.narrow(ranks.sharers.dim, 0, x.shape[ranks.sharers.dim] // ranks.size)
 
 
 class Done:
@@ -425,9 +431,14 @@ def gather_nothing(x: torch.Tensor, group: Any, _: Any) -> Travel:
     return send_nothing(torch.stack([x] * dist.get_world_size(group)), group, _)
 
 
-def scatter_nothing(x: torch.Tensor, group: Any, _: Any) -> Travel:
+def scatter_nothing(x: torch.Tensor, group: Any, dim: int, _: Any) -> Travel:
     """In place of a reduce-scatter that is started early."""
-    return send_nothing(cut_own(x, group), group, _)
+    return send_nothing(cut_own(x, group, dim), group, _)
+
+
+def enter_nothing(x: torch.Tensor, ranks: Any) -> torch.Tensor:
+    """In place of an entry without division of tokens."""
+    return x
 
 
 def exchange_nothing(x: torch.Tensor, group: Any, *, cut: int, join: int, **_: Any) -> torch.Tensor:
@@ -443,15 +454,22 @@ def keep(x: torch.Tensor, group: Any, **_: Any) -> torch.Tensor:
 SHORT = {"steps": 4}
 BROKEN: dict[str, tuple[Any, str, Any, Case]] = {
     "tp: entry of a pair": (overlap, "start_sum", send_nothing, Case("gpt2", TP2, 2, **SHORT)),
-    "tp: entry that waits": (tensor, "copy_into", keep, Case("gpt2", f"{TP2} --no-overlap", 2, **SHORT)),
-    "tp: exit of a pair": (tensor, "sum_from", keep, Case("gpt2", TP2, 2, **SHORT)),
-    "tp: entry of the loss": (vocabulary, "copy_into", keep, Case("gpt2", TP2, 2, **SHORT)),
+    "tp: entry that waits": (overlap, "sum_over", keep_sum, Case("gpt2", f"{TP2} --no-overlap", 2, **SHORT)),
+    "tp: exit of a pair": (overlap, "sum_over", keep_sum, Case("gpt2", TP2, 2, **SHORT)),
+    "tp: entry of the loss": (vocabulary, "enter", enter_nothing, Case("gpt2", TP2, 2, **SHORT)),
     "tp: sums of the loss": (vocabulary, "sum_over", keep_sum, Case("gpt2", TP2, 2, **SHORT)),
     "sp: entry of a pair": (overlap, "gather_along", repeat_own, Case("gpt2", f"{TP2} {SP}", 2, **SHORT)),
-    "sp: entry that waits": (tensor, "gather_tokens", repeat_own, Case("gpt2", f"{TP2} {SP} --no-overlap", 2, **SHORT)),
+    "sp: entry that waits": (overlap, "gather_along", repeat_own, Case("gpt2", f"{TP2} {SP} --no-overlap", 2, **SHORT)),
     "sp: tokens gathered again": (overlap, "start_gather", gather_nothing, Case("gpt2", f"{TP2} {SP}", 2, **SHORT)),
     "sp: gradients of an entry": (overlap, "start_scatter", scatter_nothing, Case("gpt2", f"{TP2} {SP}", 2, **SHORT)),
-    "sp: exit of a pair": (tensor, "scatter_sums", cut_own, Case("gpt2", f"{TP2} {SP}", 2, **SHORT)),
+    "sp: exit of a pair": (overlap, "scatter_along", cut_own, Case("gpt2", f"{TP2} {SP}", 2, **SHORT)),
+    "sp: tokens of each sample": (
+        overlap,
+        "start_scatter",
+        scatter_nothing,
+        Case("gpt2", f"{TP2} {SP}", 2, micro=1, **SHORT),
+    ),
+    "sp: parts of a dropout": (tensor.TensorRanks, "take_own", take_first, Case("gpt2", f"{TP2} {SP}", 2, **SHORT)),
     "sp: terms of copied weights": (data, "add_terms", keep_sum, Case("gpt2", f"{TP2} {SP}", 2)),
     "tp: squares of the norm": (data, "sum_over", keep_sum, Case("gpt2", TP2, 2, **SHORT)),
     "dp: gradients": (data.dist, "all_reduce", keep_sum, Case("gpt2", SMALL, 2, **SHORT)),

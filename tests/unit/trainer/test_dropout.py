@@ -53,3 +53,9 @@ def test_what_is_kept_is_divided_by_the_kept_share_and_the_gradient_too() -> Non
 def test_the_mask_of_a_place_is_pinned() -> None:
     row = make_mask(number_rows(torch.tensor([1234]), torch.tensor([5])), 7, 32, 0.5)[0, 0]
     assert "".join(str(int(kept)) for kept in row) == "00111100100010101110001000110011"
+
+
+def test_a_compiled_mask_is_the_same() -> None:
+    """Numbers that wrap are no indices: as such the compiler made other masks of them."""
+    compiled = torch.compile(make_mask, fullgraph=True, dynamic=False)
+    assert torch.equal(compiled(ROWS, 3, CHANNELS, 0.2), make_mask(ROWS, 3, CHANNELS, 0.2))

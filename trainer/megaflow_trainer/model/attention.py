@@ -38,9 +38,8 @@ class Attention(nn.Module):
         self.options = core_options(config)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """`[b, s, h]` to `[b, s, h]`."""
-        b, s, _ = x.shape
-        heads = self.qkv(x).view(b, s, -1, self.head_dim).transpose(1, 2)  # [b, n + 2g, s, d]
+        """`[b, s, h]` to `[b, s, h]`; where ranks divide tokens, their own before and behind, all between."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [b, n + 2g, s, d]
         g = self.num_kv_heads
         q, k, v = heads.split([heads.shape[1] - 2 * g, g, g], dim=1)
         if self.q_norm is not None and self.k_norm is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +107,8 @@ class Dropout(nn.Module):
     def __init__(self, p: float, site: int) -> None:
         super().__init__()
         self.p, self.site = p, site
+        self.take_own: Callable[[Tensor], Tensor] | None = None
+        """This rank's part of what is given for all tokens, `[b, s]`, where ranks divide them."""
 
     def forward(self, x: Tensor, context: Context | None) -> Tensor:
         """`[b, s, h]` to `[b, s, h]`; unchanged in evaluation."""
@@ -113,4 +116,5 @@ class Dropout(nn.Module):
             return x
         assert context is not None
         assert context.rows is not None, "made where the configuration has dropout"
-        return drop(x, context.rows, self.site, self.p)
+        rows = context.rows if self.take_own is None else self.take_own(context.rows)
+        return drop(x, rows, self.site, self.p)

@@ -17,6 +17,11 @@ def multiply_gate(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def widen(up: nn.Module, gate: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The first products."""
+    return up(x), None if gate is None else gate(x)
+
+
 class Mlp(nn.Module):
     """h -> f -> h with GELU (the tanh form, as GPT-2 was trained) or squared ReLU; with SwiGLU a gate multiplies.
 
@@ -28,13 +33,14 @@ class Mlp(nn.Module):
         h, f, bias = config.hidden_dim, width or config.ffn_width, config.linear_bias
         self.activation = config.activation
         self.multiply_gate: Callable[[Tensor, Tensor], Tensor] = multiply_gate
+        self.widen: Callable[[nn.Module, nn.Module | None, Tensor], tuple[Tensor, Tensor | None]] = widen
         self.gate = sockets.linear(h, f, bias=bias) if config.activation == "swiglu" else None
         self.up = sockets.linear(h, f, bias=bias)
         self.down = sockets.linear(f, h, bias=bias)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """`[b, s, h]` to `[b, s, h]`."""
-        return self.narrow(self.up(x), None if self.gate is None else self.gate(x))
+        return self.narrow(*self.widen(self.up, self.gate, x))
 
     def narrow(self, up: Tensor, gate: Tensor | None) -> Tensor:
         """The activation function and the last product, `[b, s, f]` to `[b, s, h]`."""

@@ -58,11 +58,16 @@ def make_mask(rows: Tensor, site: int, num_channels: int, p: float) -> Tensor:
 def draw_bits(rows: Tensor, site: int, num_channels: int) -> Tensor:
     """31 random bits for each place, `[b, s, h]` int32."""
     row = mix(rows + _wrap((site + 1) * _GOLDEN)).to(torch.int32)  # [b, s]
-    channel = mix(torch.arange(num_channels, device=rows.device) * _GOLDEN + 1).to(torch.int32)  # [h]
+    channel = mix(_count(num_channels, rows.device) * _GOLDEN + 1).to(torch.int32)  # [h]
     x = row[..., None] ^ channel
     for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975)):  # a 32-bit scramble: products wrap
         x = (x ^ _shift(x, shift)) * factor
     return (x ^ _shift(x, 16)) & 0x7FFFFFFF
+
+
+def _count(length: int, device: torch.device) -> Tensor:
+    """0, 1, ..., whose products wrap: of a plain `arange` torch's compiler makes indices, which it takes never to."""
+    return torch.arange(length, device=device) & (2**62 - 1)
 
 
 def _wrap(number: int) -> int:

@@ -8,6 +8,7 @@ Legend: t tokens, i inputs, o outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,9 +36,13 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.product = Product()
+        self.sharing: Callable[[Product, Tensor, Tensor, Tensor | None], Tensor] | None = None
+        """How it multiplies where ranks share it: handed the product, the input, weight and bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., i]` to `[..., o]`."""
+        if self.sharing is not None:
+            return self.sharing(self.product, x, self.weight, self.bias)
         return self.product(x, self.weight, self.bias)
 
 

@@ -24,7 +24,14 @@ from megaflow_trainer.parallel.context import cut_positions, share_context
 from megaflow_trainer.parallel.data import DataOptions, MainGradients
 from megaflow_trainer.parallel.expert import shard_experts
 from megaflow_trainer.parallel.fsdp import DividedGradients, can_divide, divide_weights
-from megaflow_trainer.parallel.fusion import Compiler, accumulate_in_products, can_accumulate, compile_blocks
+from megaflow_trainer.parallel.fusion import (
+    Compiler,
+    MakeLoss,
+    accumulate_in_products,
+    can_accumulate,
+    compile_blocks,
+    make_loss,
+)
 from megaflow_trainer.parallel.graphs import MicroBatchGraph
 from megaflow_trainer.parallel.kernels import apply_kernels, is_traceable, make_scope
 from megaflow_trainer.parallel.load import ExpertLoad
@@ -34,7 +41,13 @@ from megaflow_trainer.parallel.precision import Fp8Layers, apply_fp8
 from megaflow_trainer.parallel.recompute import apply_recompute
 from megaflow_trainer.parallel.saved import SavedActivations, keep_saved, make_saved
 from megaflow_trainer.parallel.shards import ShardMap
-from megaflow_trainer.parallel.tensor import shard_tensor
+from megaflow_trainer.parallel.tensor import find_divided, shard_tensor
+from megaflow_trainer.parallel.vocabulary import (
+    AccumulatingVocabularyLoss,
+    VocabularyLoss,
+    measure_scores,
+    slope_scores,
+)
 
 Fill = Callable[[GPT, ShardMap], None]
 """Gives a model memory and values for what this rank holds of each weight."""
@@ -145,6 +158,8 @@ class Plan:
     measure_every: int = 1
     seq_len: int = 0
     """Tokens of a sample, for ranks that share sequences."""
+    micro_batch: int = 1
+    """Samples of a micro-batch, for ranks that divide them."""
 
 
 def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None = None) -> ParallelModel:
@@ -158,7 +173,8 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
     """
     chunks = split_pipeline(model, mesh, plan.parallel) if mesh.pp_group is not None else []
     overlaps = overlaps_products(plan.parallel)
-    parts = shard_tensor(model, mesh, is_sequence=plan.parallel.sequence_parallel, overlaps=overlaps)
+    is_sequence = plan.parallel.sequence_parallel
+    parts = shard_tensor(model, mesh, is_sequence=is_sequence, overlaps=overlaps, micro_batch=plan.micro_batch)
     join_copies(model, mesh, parts, plan.parallel)
     shard_experts(model, mesh, parts, plan.parallel)
     share_context(model, mesh, plan.parallel.cp_kind)
@@ -172,12 +188,13 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
     compiler = Compiler(plan.tell) if plan.is_compiled else None
     if compiler is not None:
         can_be_whole = plan.is_traceable and is_traceable(plan.kernels)
-        is_whole = can_be_whole and mesh.tp_group is None and mesh.cp_group is None
+        is_whole = can_be_whole and mesh.cp_group is None
         compile_blocks(model, is_whole=is_whole, compiler=compiler)
     gradients = collect_gradients(model, mesh, parts, plan, chunks)
     if plan.accumulates and isinstance(gradients, MainGradients) and can_accumulate(gradients):
-        has_loss = mesh.tp_group is None and not chunks and plan.kernels.loss == "native"  # whole, on this rank
-        accumulate_in_products(model, gradients, compiler=compiler, has_loss=has_loss)
+        has_loss = not chunks and plan.kernels.loss == "native"
+        make = make_vocabulary_loss(model) if mesh.tp_group is not None else make_loss
+        accumulate_in_products(model, gradients, compiler=compiler, make=make if has_loss else None)
     saved = make_saved(model, plan.recompute, measure_every=plan.measure_every)
     pipeline = make_pipeline(chunks, model, mesh, plan, gradients)
     positions = None
@@ -197,6 +214,18 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
         fp8,
         make_scope(plan.fp8, plan.kernels, plan.precision, mesh),
     )
+
+
+def make_vocabulary_loss(model: GPT) -> MakeLoss:
+    """What makes the loss of a rank that has some rows of the vocabulary."""
+    loss = model.loss
+    assert isinstance(loss, VocabularyLoss), "ranks share the model"
+
+    def make(main_grad: Tensor, compiler: Compiler) -> AccumulatingVocabularyLoss:
+        measure, slope = (compiler(part, dynamic=False) for part in (measure_scores, slope_scores))
+        return AccumulatingVocabularyLoss(loss.ranks, loss.rows, main_grad, measure, slope)
+
+    return make
 
 
 def collect_gradients(
@@ -221,4 +250,5 @@ def make_pipeline(
         return None
     is_divided = isinstance(gradients, DividedGradients)  # then weights are wider than what travels
     width, dtype = model.config.hidden_dim, plan.compute_dtype if is_divided else next(model.parameters()).dtype
-    return Pipeline(chunks, mesh, plan.parallel, width=width, dtype=dtype, sweep=gradients.sweep)
+    divided = find_divided(model.config, mesh.tp_size, plan.micro_batch) if plan.parallel.sequence_parallel else None
+    return Pipeline(chunks, mesh, plan.parallel, width=width, dtype=dtype, sweep=gradients.sweep, divided=divided)

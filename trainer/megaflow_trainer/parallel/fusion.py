@@ -1,7 +1,7 @@
 """What makes a step faster without changing its maths: compiled blocks, and gradients that products accumulate.
 
 Compiled: each block by itself, with static shapes, so that all blocks share one compilation; whole, or where ranks
-share layers or sequences the parts between their collectives; of a block with experts, whose sizes change from step to
+share sequences the parts between their collectives; of a block with experts, whose sizes change from step to
 step, attention, the activation function and what moves rows. Accumulated: `ops/linear.py` and `ops/accumulate.py`, for
 the linear layers of the blocks, experts multiplied one by one, and the output projection of a rank that has all of the
 model, where the main gradients are wider than the weights, or of 16 bits, and their buffer is whole (ZeRO 0 and 1).
@@ -81,11 +81,20 @@ def can_accumulate(gradients: MainGradients) -> bool:
     return gradients.options.zero < 2 and (is_wider or gradients.dtype.itemsize == 2)
 
 
+MakeLoss = Callable[[Tensor, Compiler], Callable[..., Tensor]]
+"""From the main gradient of the output projection to a loss that adds to it."""
+
+
+def make_loss(main_grad: Tensor, compiler: Compiler) -> AccumulatingLoss:
+    """Of a rank that has the whole vocabulary."""
+    return AccumulatingLoss(main_grad, score=compiler(score_chunk, dynamic=False))
+
+
 def accumulate_in_products(
-    model: GPT, gradients: MainGradients, *, compiler: Compiler | None, has_loss: bool = True
+    model: GPT, gradients: MainGradients, *, compiler: Compiler | None, make: MakeLoss | None = make_loss
 ) -> None:
     """Let linear layers of blocks add to the main gradients, and in a compiled model the output projection too, where
-    this rank has the native loss as a whole (`has_loss`).
+    there is a loss that can (`make`).
     """
     slots: dict[Tensor, tuple[Bucket, Slot]] = {
         slot.weight: (bucket, slot) for bucket in gradients.buckets for slot in bucket.slots
@@ -103,8 +112,8 @@ def accumulate_in_products(
         if isinstance(block.mlp, MoE) and block.mlp.experts.product.accumulates:
             for stack in [module for module in block.mlp.experts.modules() if isinstance(module, ExpertWeight)]:
                 stack.main_grad = view(slots[stack.weight][1])
-    if compiler is None or not has_loss:  # written out, it passes over the scores more often than torch's own loss does
+    if compiler is None or make is None:  # written out, it passes over the scores more often than torch's own loss does
         return
     weight = model.output_weight
     assert isinstance(weight, nn.Parameter), "of a plain model"
-    model.accumulating_loss = AccumulatingLoss(view(slots[weight][1]), score=compiler(score_chunk, dynamic=False))
+    model.accumulating_loss = make(view(slots[weight][1]), compiler)

@@ -155,6 +155,7 @@ class Pipeline:
         width: channels of what travels between stages.
         dtype: of it.
         sweep: moves gradients that autograd left without hooks to their buffer.
+        divided: the dim of `[b, s, h]` along which ranks of tensor parallelism divide what travels, if they do.
     """
 
     def __init__(
@@ -166,9 +167,10 @@ class Pipeline:
         width: int,
         dtype: torch.dtype,
         sweep: Callable[[], None],
+        divided: int | None = None,
     ) -> None:
         self.chunks, self.mesh, self.parallel = chunks, mesh, parallel
-        self.width, self.dtype, self.sweep = width, dtype, sweep
+        self.width, self.dtype, self.sweep, self.divided = width, dtype, sweep, divided
         self.busy = Busy(mesh.device)
         self.lift = 1.0
         self.sample_losses: list[Tensor] = []
@@ -235,8 +237,8 @@ class Pipeline:
         return self.schedules[key]
 
     def _make_stage(self, chunk: Chunk, shape: Sequence[int]) -> Stage:
-        length = shape[1] // (self.mesh.tp_size if self.parallel.sequence_parallel else 1)
-        hidden = torch.empty((shape[0], length, self.width), dtype=self.dtype, device="meta")
+        own = [size // self.mesh.tp_size if dim == self.divided else size for dim, size in enumerate(shape)]
+        hidden = torch.empty((*own, self.width), dtype=self.dtype, device="meta")
         tokens = torch.empty(tuple(shape), dtype=torch.int64, device="meta")
         losses = torch.empty(tuple(shape), dtype=torch.promote_types(self.dtype, torch.float32), device="meta")
         return Stage(

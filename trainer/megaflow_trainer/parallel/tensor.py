@@ -9,8 +9,10 @@ Communication. Between the pairs activations are the same on every rank. Enterin
 all-reduce backward; leaving it one all-reduce forward and nothing backward: 2 all-reduces of [b, s, h] a block and
 direction. With sequence parallelism tokens are divided between the pairs, where norms, dropouts and residual sums work
 token by token: entering is an all-gather (backward a reduce-scatter), leaving a reduce-scatter (backward an
-all-gather). The same bytes travel, and a rank keeps 1/tp of those activations. What backward sends at an entry travels
-beside products, and tokens are gathered again there under sequence parallelism (`overlap.py`).
+all-gather). The same bytes travel, and a rank keeps 1/tp of those activations. What is divided are whole samples where
+their number in a micro-batch allows it, which then lie one behind the other when they are gathered, else the tokens of
+each. What backward sends at an entry travels beside products, and tokens are gathered again there under sequence
+parallelism (`overlap.py`).
 
 Gradients. A weight that is cut has its own gradient. A weight that is copied has the whole gradient on every rank, with
 two exceptions whose terms are added after backward (`sums`): weights that are used by some of the heads only (norms of
@@ -24,10 +26,9 @@ Legend: b micro-batch, s sequence, h hidden, tp ranks of the group.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,15 +38,13 @@ from torch import Tensor, nn
 from megaflow_trainer.config.layout import split_vocab
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.attention import Attention, LatentAttention
-from megaflow_trainer.model.context import Context, Dropout
+from megaflow_trainer.model.context import Dropout
 from megaflow_trainer.model.gpt import GPT, Absent
 from megaflow_trainer.model.mlp import Mlp
 from megaflow_trainer.ops.linear import Linear
-from megaflow_trainer.parallel.collectives import copy_into, gather_tokens, scatter_sums, sum_from
 from megaflow_trainer.parallel.mesh import Mesh
-from megaflow_trainer.parallel.overlap import Entrance
+from megaflow_trainer.parallel.overlap import Columns, Rows, Sharers, enter, leave, name_sharers
 from megaflow_trainer.parallel.shards import GradientSum, Piece, Shard, ShardMap, run, whole
-from megaflow_trainer.parallel.traffic import Meter
 from megaflow_trainer.parallel.vocabulary import VocabularyLoss
 
 
@@ -53,30 +52,46 @@ from megaflow_trainer.parallel.vocabulary import VocabularyLoss
 class TensorRanks:
     """The group that shares a model, and what has been done to it so far."""
 
-    group: dist.ProcessGroup
+    sharers: Sharers
     rank: int
-    size: int
-    is_sequence: bool
     config: ModelConfig
     kv_group: dist.ProcessGroup | None
-    meter: Meter | None = None
     overlaps: bool = False
     """Whether entries of pairs travel beside products in backward."""
     shards: dict[str, Shard] = field(default_factory=dict)
     sums: dict[str, tuple[GradientSum, ...]] = field(default_factory=dict)
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self.sharers.group
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.sharers.size
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether tokens are divided between the pairs."""
+        return self.sharers.is_sequence
+
     def enter(self, x: Tensor) -> Tensor:
         """From between the pairs into one: `[b, s, h]` whichever way tokens lie outside."""
-        return (gather_tokens if self.is_sequence else copy_into)(x, self.group, meter=self.meter)
+        return enter(x, self.sharers)
 
     def leave(self, x: Tensor) -> Tensor:
         """From inside a pair, where `x` is a term of a sum, to between the pairs."""
-        return (scatter_sums if self.is_sequence else sum_from)(x, self.group, meter=self.meter)
+        return leave(x, self.sharers)
 
-    def own_tokens(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's run of what is given for all tokens along `dim`."""
+    def take_own(self, x: Tensor) -> Tensor:
+        """This rank's part of what is given for all tokens, `[b, s]`, or for those of each sample, `[s]`."""
+        dim = self.sharers.dim
+        if not self.is_sequence or (x.dim() == 1 and dim == 0):
+            return x
+        dim = min(dim, x.dim() - 1)
         length = x.shape[dim] // self.size
-        return x.narrow(dim, self.rank * length, length) if self.is_sequence else x
+        return x.narrow(dim, self.rank * length, length)
 
     @property
     def own_vocabulary(self) -> range:
@@ -91,24 +106,18 @@ class TensorRanks:
 Style = Callable[[nn.Module, str, TensorRanks], None]
 
 
-def shard_tensor(model: GPT, mesh: Mesh, *, is_sequence: bool, overlaps: bool = True) -> ShardMap:
+def shard_tensor(model: GPT, mesh: Mesh, *, is_sequence: bool, overlaps: bool = True, micro_batch: int = 1) -> ShardMap:
     """Cut a model, whose weights need have no memory yet, into this rank's part, and let its ranks work together.
 
     Only parts of the plan that the model has are touched (a pipeline stage has some of them). `overlaps` lets
-    collectives travel beside products (`overlap.py`); not where backward is taken apart.
+    collectives travel beside products (`overlap.py`); not where backward is taken apart. `micro_batch` is how many
+    samples every micro-batch has.
     """
     if mesh.tp_group is None:
         return ShardMap.of(model)
-    ranks = TensorRanks(
-        mesh.tp_group,
-        mesh.tp_rank,
-        mesh.tp_size,
-        is_sequence,
-        model.config,
-        mesh.kv_group,
-        mesh.meter("tp"),
-        overlaps=overlaps,
-    )
+    dim = find_divided(model.config, mesh.tp_size, micro_batch)
+    sharers = name_sharers(mesh.tp_group, is_sequence=is_sequence, dim=dim, meter=mesh.meter("tp"))
+    ranks = TensorRanks(sharers, mesh.tp_rank, model.config, mesh.kv_group, overlaps=overlaps)
     for name, module in model.named_modules():
         for pattern, style in PLAN:
             if fnmatch(name, pattern) and not isinstance(module, Absent):
@@ -118,6 +127,13 @@ def shard_tensor(model: GPT, mesh: Mesh, *, is_sequence: bool, overlaps: bool = 
         if is_sequence and name not in ranks.sums and is_copied(ranks.shards[name]):
             ranks.sums[name] = (whole_sum(weight, ranks.group),)
     return ShardMap(ranks.shards, ranks.sums)
+
+
+def find_divided(config: ModelConfig, tp: int, micro_batch: int) -> int:
+    """What sequence parallelism divides: the samples of a micro-batch (0), or the tokens of each (1), as routers, whose
+    losses are of whole sequences, expect it.
+    """
+    return 0 if micro_batch % tp == 0 and config.num_experts is None else 1
 
 
 def is_copied(shard: Shard) -> bool:
@@ -142,33 +158,26 @@ def set_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     module.forward = forward
 
 
-def enter_before(module: nn.Module, ranks: TensorRanks, layers: Sequence[nn.Module | None]) -> None:
-    """The module's input, which its linear `layers` read, comes from between the pairs."""
-    if not ranks.overlaps:
-        forward = module.forward
-        set_forward(module, lambda x, *rest: forward(ranks.enter(x), *rest))
-        return
-    own = [layer for layer in layers if isinstance(layer, Linear)]
-    entrance = Entrance(own, ranks.group, is_sequence=ranks.is_sequence, meter=ranks.meter)
-    for number, layer in enumerate(own):
-        set_forward(layer, partial(entrance.multiply, number))
-    set_forward(module, entrance.wrap(module.forward))
+def enter_at(layer: nn.Module, ranks: TensorRanks) -> None:
+    """What a linear layer reads comes from between the pairs."""
+    assert isinstance(layer, Linear), "another kind of linear layer has to say how it is entered"
+    layer.sharing = Columns(ranks.sharers, ranks.overlaps)
 
 
 def enter_before_plain(module: nn.Module, name: str, ranks: TensorRanks) -> None:
     """Attention with a projection straight to all heads is entered before it; latent attention further inside."""
     if isinstance(module, Attention):
-        enter_before(module, ranks, [module.qkv])
+        enter_at(module.qkv, ranks)
     elif isinstance(module, LatentAttention):
         module.num_heads //= ranks.size
         if module.q_down is None:
-            enter_before(module.q_up, ranks, [module.q_up])
+            enter_at(module.q_up, ranks)
 
 
 def enter_before_mlp(module: nn.Module, name: str, ranks: TensorRanks) -> None:
     """A dense MLP, or the part of a layer with experts that all tokens pass; experts themselves lie elsewhere."""
     if isinstance(module, Mlp):
-        enter_before(module, ranks, [module.gate, module.up])
+        module.widen = Columns(ranks.sharers, ranks.overlaps).widen
 
 
 def enter_behind(module: nn.Module, name: str, ranks: TensorRanks) -> None:
@@ -190,12 +199,7 @@ def cut_rows(module: nn.Module, name: str, ranks: TensorRanks) -> None:
     assert isinstance(module, Linear), "another kind of linear layer has to say how to leave out its bias"
     cut(module, name, "weight", run(module.weight.shape, 1, ranks.even(module.in_features)), ranks)
     module.in_features //= ranks.size
-
-    def forward(x: Tensor) -> Tensor:
-        y = ranks.leave(module.product(x, module.weight, None))
-        return y if module.bias is None else y + module.bias
-
-    set_forward(module, forward)
+    module.sharing = Rows(ranks.sharers, ranks.overlaps)
 
 
 def cut_heads(module: nn.Module, name: str, ranks: TensorRanks) -> int:
@@ -258,25 +262,19 @@ def cut_output(module: nn.Module, name: str, ranks: TensorRanks) -> None:
 def take_positions(module: nn.Module, name: str, ranks: TensorRanks) -> None:
     """Learned positions of this rank's tokens, `[s]` or `[b, s]`."""
     forward = module.forward
-    set_forward(module, lambda ids: forward(ranks.own_tokens(ids, ids.dim() - 1)))
+    set_forward(module, lambda ids: forward(ranks.take_own(ids)))
 
 
 def take_dropout(module: nn.Module, name: str, ranks: TensorRanks) -> None:
     """Dropout of this rank's tokens."""
     assert isinstance(module, Dropout)
-    set_forward(module, partial(_drop_own, module.forward, ranks))
-
-
-def _drop_own(forward: Callable[..., Tensor], ranks: TensorRanks, x: Tensor, context: Context | None) -> Tensor:
-    if context is not None and context.rows is not None:
-        context = replace(context, rows=ranks.own_tokens(context.rows, 1))
-    return forward(x, context)
+    module.take_own = ranks.take_own
 
 
 def lead_to_loss(module: nn.Module, name: str, ranks: TensorRanks) -> None:
     """The model's loss over this rank's rows of the vocabulary."""
     assert isinstance(module, GPT)
-    module.loss = VocabularyLoss(ranks.group, ranks.own_vocabulary, ranks.is_sequence, meter=ranks.meter)
+    module.loss = VocabularyLoss(ranks.sharers, ranks.own_vocabulary)
 
 
 PLAN: tuple[tuple[str, Style], ...] = (

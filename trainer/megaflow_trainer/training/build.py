@@ -158,6 +158,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         precision=config.precision,
         kernels=kernels,
         seq_len=config.data.seq_len,
+        micro_batch=config.step.sizes.micro_batch_size,
         measure_every=config.log.every * config.step.sizes.num_micro_batches,
     )
     made = parallelize(model, mesh, plan, None if mesh.device.type == "meta" else fill)
