@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.layouts import EOD, KINDS, Case, find_difference, find_mesh, run_case
+from helpers.layouts import EOD, KINDS, Case, check_equal, find_difference, find_mesh, run_case
 from helpers.pairs import write_pair
 from helpers.ranks import RankPool
 from helpers.runs import one_rank, read_metrics, run_tiny
@@ -44,15 +44,7 @@ def run_alone(case: Case) -> dict[str, Any]:
 def compare(pool: RankPool, case: Case, run: Callable[..., Any] = run_case) -> None:
     outcomes = pool.run(run, case)[: case.num_ranks]
     one = run_alone(replace(case, flags="", num_ranks=1, micro=2))
-    for outcome in outcomes:
-        difference = find_difference(one, outcome)
-        assert all(difference[name] <= largest for name, largest in PRECISION.items()), difference
-    held: dict[tuple[str, int, int], str] = {}
-    for outcome in outcomes:  # what two ranks hold of a weight is the same to the bit: replicas, copies, both ends
-        for place, digest in outcome["pieces"].items():
-            assert held.setdefault(place, digest) == digest, place
-    assert all(outcome["losses"] == outcomes[0]["losses"] for outcome in outcomes)
-    assert all(outcome["norms"] == outcomes[0]["norms"] for outcome in outcomes)
+    check_equal(outcomes, one, PRECISION)
 
 
 def quick(*names: str) -> list[Any]:
@@ -287,17 +279,6 @@ def test_16_bits_stay_close_to_one_rank(eight_ranks: RankPool, precision: str, l
         difference = find_difference(one, found)
         assert difference["losses"] <= 5e-3, difference
         assert difference["norms"] <= 5e-2, difference
-
-
-@pytest.mark.slow  # compiling takes its time
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize(
-    ("layout", "num_ranks"),
-    [(f"{TP2} {SP}", 2), (ZERO1, 2), (PP2, 2), (CP2, 2), (f"{CP2} {CP_KINDS['a2a']}", 2), (f"{TP2} {PP2}", 4)],
-    ids=["tp2_sp", "zero1", "pp2", "cp2", "cp2_a2a", "tp2pp2"],
-)
-def test_compiled_blocks_equal_one_rank_without(eight_ranks: RankPool, layout: str, num_ranks: int, kind: str) -> None:
-    compare(eight_ranks, Case(kind, f"{layout} {SMALL} --compile", num_ranks))
 
 
 WHOLE = {

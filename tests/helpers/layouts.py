@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -234,3 +234,17 @@ def find_difference(one: dict[str, Any], other: dict[str, Any]) -> dict[str, flo
         "norms": max(abs(a - b) / a for a, b in zip(one["norms"], other["norms"], strict=True)),
         "weights": max(weights.values()),
     }
+
+
+def check_equal(outcomes: Sequence[dict[str, Any]], one: dict[str, Any], largest: Mapping[str, float]) -> None:
+    """All ranks are as near to one process as `largest` says, and what two of them hold or tell is the same to the bit:
+    replicas, copies, both ends of a pipeline.
+    """
+    held: dict[tuple[str, int, int], str] = {}
+    for outcome in outcomes:
+        difference = find_difference(one, outcome)
+        assert all(difference[name] <= limit for name, limit in largest.items()), difference
+        for place, digest in outcome["pieces"].items():
+            assert held.setdefault(place, digest) == digest, place
+    assert all(outcome["losses"] == outcomes[0]["losses"] for outcome in outcomes)
+    assert all(outcome["norms"] == outcomes[0]["norms"] for outcome in outcomes)

@@ -12,7 +12,7 @@ from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.ops.attention import ATTENTION, attend_math, attend_sdpa
-from megaflow_trainer.ops.attention_timing import AttentionShape, Choice, choose_by_time, time_attention
+from megaflow_trainer.ops.attention_timing import AttentionShape, Choice, choose_by_time, find_error, time_attention
 from megaflow_trainer.ops.registry import Entry, Need
 from megaflow_trainer.training import kernels as kernels_module
 
@@ -83,6 +83,42 @@ def race(monkeypatch: pytest.MonkeyPatch, times: dict[str, float | None]) -> lis
     monkeypatch.setattr(kernels_module, "ATTENTION", entries)
     monkeypatch.setattr(kernels_module, "time_attention", clock)
     return shapes
+
+
+def attend_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
+    """What a window without tokens leaves: something of the right shape, quickly."""
+    return (0 * (q + k.mean(2, keepdim=True)) + v).contiguous()
+
+
+def test_a_kernel_of_a_package_whose_results_are_wrong_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Entry(name="flash_attn_4", function=attend_nothing, package="flash-attn-4")
+    right = dataclasses.replace(wrong, name="right", function=attend_math)
+    need, shape = NEED, AttentionShape(b=3, n=4, g=4, s=16, d=8, e=8, options={"window": 5})
+    one, other = (find_error(entry, ATTENTION[0], shape, need) for entry in (right, wrong))
+    assert one is not None
+    assert other is not None
+    assert one < 1e-5
+    assert other > 0.3
+    race(monkeypatch, {"sdpa": 2.0, "flash": 1.9, "flash_attn_4": 0.1, "right": 0.2})
+    own = (*kernels_module.ATTENTION, wrong, right)
+    monkeypatch.setattr(kernels_module, "ATTENTION", own)
+    plain = configure("--num-query-groups 8")
+    assert kernels_module.choose_attention(plain, GPU, NEED).name == "right"
+    monkeypatch.setattr(kernels_module, "ATTENTION", own[:-1])
+    assert kernels_module.choose_attention(plain, GPU, NEED).name == "flash"
+    asked = configure("--num-query-groups 8 --attention-backend flash_attn_4")
+    with pytest.raises(
+        ConfigError, match=r"'flash_attn_4' gives other results than torch's.*-attn-4 and.*backend auto"
+    ):
+        kernels_module.choose_attention(asked, GPU, NEED)
+
+
+def test_a_kernel_that_refuses_a_shape_has_no_error() -> None:
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("heads too wide")
+
+    shape = AttentionShape(b=1, n=2, g=1, s=4, d=8, e=8)
+    assert find_error(Entry(name="bad", function=refuse), ATTENTION[0], shape, NEED) is None
 
 
 def test_a_run_on_a_gpu_takes_and_tells_the_fastest_at_its_shape(

@@ -367,6 +367,7 @@ def test_a_profile_tells_messages_by_axis_and_what_of_nccl_was_exposed() -> None
         event("sent: tp all_reduce", 0, 3000),  # the range as the device saw it: no kernel of its own
         event("gemm", 0, 4000),
         event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)", 3000, 6000),
+        event("nccl:all_reduce", 3000, 6000),  # the same by torch's name: counted once
         event("ncclDevKernel_SendRecv(int)", 1000, 2000),
         event("gemm", 7000, 8000),
     ]
@@ -374,6 +375,7 @@ def test_a_profile_tells_messages_by_axis_and_what_of_nccl_was_exposed() -> None
     assert ["tp", "all_reduce", "2.000", "1.0"] in rows
     assert ["AllReduce_Sum_f32_RING_LL", "1.500", "1.000"] in rows  # a third of it ran beside a product
     assert ["SendRecv", "0.500", "0.000"] in rows
+    assert not any(row and row[0].startswith("nccl:") for row in rows)
     assert ["no", "kernel", "ran", "for", "12.5%", "of", "8.0", "ms"] in rows
 
 

@@ -9,6 +9,7 @@ Legend: b micro-batch, n query heads, g key/value heads, s sequence, d and e hea
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -130,7 +131,13 @@ def attend_engine(
 
 @functools.cache
 def _make_engine(heads: int, groups: int, width: int, value_width: int, scale: float | None) -> Any:
-    """The module of one shape of heads; it has no weights."""
+    """The module of one shape of heads; it has no weights.
+
+    It may not take flash-attn 4: Transformer Engine 2.20 tells that (-1, 0) for "no window", and flash-attn 4.0.0b36
+    takes it for a window without tokens, so that the result has nothing to do with attention. `NVTE_FLASH_ATTN_V4=1`
+    in the environment lets it, for releases that understand each other.
+    """
+    os.environ.setdefault("NVTE_FLASH_ATTN_V4", "0")
     widths = width if width == value_width else (width, value_width)
     make = ENGINE.load(_ENGINE)
     return make(heads, widths, num_gqa_groups=groups, attention_dropout=0.0, qkv_format="bshd", softmax_scale=scale)

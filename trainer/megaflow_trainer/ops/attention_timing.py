@@ -1,19 +1,29 @@
-"""Choosing the attention kernel by its time at the run's own shape. Legend as in `attention.py`; e width of values."""
+"""Choosing the attention kernel by its time at the run's own shape. Legend as in `attention.py`; e width of values.
+
+A kernel of an optional package is compared with torch's before it serves: releases that do not fit together have been
+seen to give numbers that are no attention, quickly and without a word.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from megaflow_trainer.ops.registry import Entry, Need
 
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 MARGIN = 0.03
 """By which part of its time another kernel must beat the first of the order: less is noise, and the choice should not
 change from run to run."""
+
+
+LARGEST_ERROR = 5e-2
+"""How far a package's results may be from torch's in 16 bits, over the largest value; right ones come to 1e-2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,17 +89,42 @@ def time_attention(entry: Entry, shape: AttentionShape, need: Need, *, repeats: 
     return statistics.median(found[2:])
 
 
-def _time_once(entry: Entry, shape: AttentionShape, need: Need) -> float:
+def find_error(entry: Entry, reference: Entry, shape: AttentionShape, need: Need) -> float | None:
+    """The largest difference of result and gradients of one sample from those of the reference, over the largest value.
+
+    None if the kernel refuses the shape. Dropout must be 0.
+    """
+    small = replace(shape, b=1)
+    try:
+        q, k, v, grad = _draw(small, need)
+        found, wanted = (_run(one, (q, k, v), grad, small) for one in (entry, reference))
+    except RuntimeError:
+        return None
+    pairs = zip(found, wanted, strict=True)
+    return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
+
+
+def _run(entry: Entry, inputs: Inputs, grad: torch.Tensor, shape: AttentionShape) -> tuple[torch.Tensor, ...]:
+    y = entry.function(*inputs, dropout=shape.dropout, **shape.options)
+    return y.detach(), *torch.autograd.grad(y, inputs, grad)
+
+
+def _draw(shape: AttentionShape, need: Need) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys, values and the gradient of the result."""
+
     def make(heads: int, width: int) -> torch.Tensor:
         x = torch.randn(shape.b, shape.s, heads, width, dtype=need.dtype, device=need.device)
         return x.transpose(1, 2).requires_grad_()  # [b, heads, s, width], tokens apart by all heads
 
-    q, k, v = make(shape.n, shape.d), make(shape.g, shape.d), make(shape.g, shape.e)
     grad = torch.randn(shape.b, shape.s, shape.n, shape.e, dtype=need.dtype, device=need.device).transpose(1, 2)
+    return make(shape.n, shape.d), make(shape.g, shape.d), make(shape.g, shape.e), grad
+
+
+def _time_once(entry: Entry, shape: AttentionShape, need: Need) -> float:
+    q, k, v, grad = _draw(shape, need)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     began.record()
-    y = entry.function(q, k, v, dropout=shape.dropout, **shape.options)
-    torch.autograd.grad(y, (q, k, v), grad)
+    _run(entry, (q, k, v), grad, shape)
     ended.record()
     ended.synchronize()
     return began.elapsed_time(ended)

@@ -174,9 +174,13 @@ def _(slopes: Sequence[Tensor], own: Tensor, weights: Sequence[Tensor], name: st
 def enter_backward_(
     slopes: Sequence[Tensor], own: Tensor, weights: Sequence[Tensor], main_grad: Tensor, name: str
 ) -> tuple[Tensor, Tensor]:
-    """As `enter_backward`, where the gradient of the first weight is added to `main_grad`: the gradient of `own`, and
-    of two layers under sequence parallelism all tokens, `[b s, h]`, from which the second's follows. (An op that changes
-    two parts of one buffer loses what it writes to the second in torch 2.11's compiler.)
+    """As `enter_backward`, where the gradient of the first weight is added to `main_grad`.
+
+    An op that changes two parts of one buffer loses what it writes to the second in torch 2.11's compiler.
+
+    Returns:
+        The gradient of `own`, and of two layers under sequence parallelism all tokens, `[b s, h]`, from which the
+        gradient of the second weight follows.
     """
     leaving, x = _send_back(slopes, own, weights, name)
     add_product_(main_grad, slopes[0], x)

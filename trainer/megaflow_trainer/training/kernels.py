@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import torch
@@ -11,7 +12,13 @@ from megaflow_trainer.config.compiling import find_default_obstacle
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.model.attention import core_options
 from megaflow_trainer.ops.attention import ATTENTION
-from megaflow_trainer.ops.attention_timing import AttentionShape, choose_by_time, time_attention
+from megaflow_trainer.ops.attention_timing import (
+    LARGEST_ERROR,
+    AttentionShape,
+    choose_by_time,
+    find_error,
+    time_attention,
+)
 from megaflow_trainer.ops.registry import Entry, Need, choose
 from megaflow_trainer.parallel.collectives import do_on_first
 from megaflow_trainer.parallel.data import MainGradients
@@ -25,7 +32,7 @@ def choose_attention(config: TrainConfig, mesh: Mesh, need: Need) -> Entry:
     """The attention kernel: the one asked for, or on GPUs the fastest by the first rank's clock, or the first usable.
 
     Ranks that share sequences divide the core among them, and bounds between documents come with each batch: for both
-    the order decides.
+    the order decides. A kernel of an optional package must give torch's results.
 
     Raises:
         ConfigError: if the one asked for cannot run here.
@@ -33,9 +40,19 @@ def choose_attention(config: TrainConfig, mesh: Mesh, need: Need) -> Entry:
     model, is_auto = config.model, config.model.attention == "auto"
     usual = choose("attention", ATTENTION, model.attention, need)
     is_whole = config.parallel.cp == 1 and not model.resets_attention
-    if mesh.device.type != "cuda" or not is_whole or not (model.is_attention_timed and usual.is_timed):
+    if mesh.device.type != "cuda" or not is_whole:
         return usual
     shape = find_attention_shape(config)
+    if usual.package is not None:
+        error = do_on_first(lambda: measure_error(usual, shape, need), mesh.world_group)
+        if error is not None and not error <= LARGEST_ERROR:
+            raise ConfigError(
+                f"attention {usual.name!r} gives other results than torch's on this GPU, by {error:.2g} of the largest "
+                f"value at {shape}: releases of {usual.package} and of what it uses do not fit together; use "
+                "--attention-backend auto, or install others"
+            )
+    if not (model.is_attention_timed and usual.is_timed):
+        return usual
     if not is_auto:
         if time_attention(usual, shape, need, repeats=1) is None:
             raise ConfigError(
@@ -44,12 +61,26 @@ def choose_attention(config: TrainConfig, mesh: Mesh, need: Need) -> Entry:
             )
         return usual
     choice = do_on_first(
-        lambda: choose_by_time(ATTENTION, need, lambda entry: time_attention(entry, shape, need)), mesh.world_group
+        lambda: choose_by_time(ATTENTION, need, lambda entry: time_if_right(entry, shape, need)), mesh.world_group
     )
     if choice is None:
         return usual
     say(mesh, f" attention at {shape}: {choice}")
     return choose("attention", ATTENTION, choice.name, need)
+
+
+def measure_error(entry: Entry, shape: AttentionShape, need: Need) -> float | None:
+    """How far an entry's results are from those of torch's kernels, without dropout; None if it refuses the shape."""
+    return find_error(entry, ATTENTION[0], dataclasses.replace(shape, dropout=0.0), need)
+
+
+def time_if_right(entry: Entry, shape: AttentionShape, need: Need) -> float | None:
+    """Milliseconds of an entry; None if it fails, or is of a package and gives other results than torch's."""
+    if entry.package is not None:
+        error = measure_error(entry, shape, need)
+        if error is None or not error <= LARGEST_ERROR:
+            return None
+    return time_attention(entry, shape, need)
 
 
 def find_attention_shape(config: TrainConfig) -> AttentionShape:

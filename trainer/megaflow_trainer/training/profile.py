@@ -94,14 +94,15 @@ def format_table(events: Sequence[Any], num_steps: int, *, is_cuda: bool) -> str
     field = "self_device_time_total" if is_cuda else "self_cpu_time_total"
     by_name: dict[str, tuple[float, int]] = {}
     for event in events:
-        if not event.name.startswith((_PHASE, LABEL, "Profiler")):
+        if not event.name.startswith((_PHASE, LABEL, "Profiler", "nccl:")):
             time, calls = by_name.get(event.name, (0.0, 0))
             by_name[event.name] = (time + getattr(event, field), calls + 1)
     lines += ["", f"{'operation, by its own time on the device':<60} {'ms/step':>10} {'calls/step':>11}"]
     for name, (time, calls) in sorted(by_name.items(), key=lambda item: -item[1][0])[:_ROWS]:
         lines.append(f"{name[:60]:<60} {time / 1e3 / num_steps:>10.3f} {calls / num_steps:>11.1f}")
     if is_cuda:
-        on_device = [e for e in events if e.device_type.name == "CUDA" and not e.name.startswith((_PHASE, LABEL))]
+        ranges = (_PHASE, LABEL, "nccl:")  # what the host named shows on the device too, and is no kernel
+        on_device = [e for e in events if e.device_type.name == "CUDA" and not e.name.startswith(ranges)]
         kernels = [(e.time_range.start, e.time_range.end) for e in on_device]
         if kernels:
             whole = max(end for _, end in kernels) - min(start for start, _ in kernels)
