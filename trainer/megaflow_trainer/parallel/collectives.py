@@ -1,8 +1,8 @@
 """The few collectives of the trainer. A group of None is a single rank: nothing is sent.
 
-Those with a gradient come in pairs, each the other's backward: `copy_into` and `sum_from` (the f and g of Megatron's
-tensor parallelism), `gather_tokens` and `scatter_sums` (the same with tokens divided), `split_tokens` and `join_tokens`
-(all ranks have all tokens, each computes for some), `exchange` and itself.
+Those with a gradient come in pairs, each the other's backward: `gather_tokens` and `scatter_sums` (tokens are divided,
+each rank computes a part for all), `split_tokens` and `join_tokens` (all have all tokens, each computes for some),
+`exchange` and itself. Those of tensor parallelism, which compiled blocks hold, are in `overlap.py`.
 """
 
 from __future__ import annotations
@@ -83,20 +83,6 @@ def own_group(group: dist.ProcessGroup | None) -> Iterator[dist.ProcessGroup | N
 
 
 @torch.compiler.disable
-def copy_into(x: Tensor, group: dist.ProcessGroup | None, *, meter: Meter | None = None) -> Tensor:
-    """`x` where every rank of `group` computes with it another part; backward adds their gradients (all-reduce)."""
-    copied: Tensor = x if group is None else _CopyInto.apply(x, group, meter)
-    return copied
-
-
-@torch.compiler.disable
-def sum_from(x: Tensor, group: dist.ProcessGroup | None, *, meter: Meter | None = None) -> Tensor:
-    """Sum of the parts of all ranks of `group` (all-reduce); backward hands the gradient on as it is."""
-    total: Tensor = x if group is None else _SumFrom.apply(x, group, meter)
-    return total
-
-
-@torch.compiler.disable
 def gather_tokens(x: Tensor, group: dist.ProcessGroup | None, dim: int = 1, *, meter: Meter | None = None) -> Tensor:
     """Tensors of all ranks of `group` joined along `dim` (all-gather); backward adds gradients and divides them."""
     joined: Tensor = x if group is None else _GatherTokens.apply(x, group, dim, meter)
@@ -162,31 +148,6 @@ def exchange_along(x: Tensor, group: dist.ProcessGroup, cut: int, join: int, met
     with sending(meter, "all_to_all", parts, group):
         dist.all_to_all_single(arrived, parts, group=group)
     return arrived.movedim(0, join).flatten(join, join + 1)
-
-
-class _CopyInto(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, meter: Meter | None) -> Tensor:
-        ctx.group, ctx.meter = group, meter
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad = grad.contiguous().clone()
-        sum_over(grad, ctx.group, ctx.meter)
-        return grad, None, None
-
-
-class _SumFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, meter: Meter | None) -> Tensor:
-        total = x.contiguous().clone()
-        sum_over(total, group, meter)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
 
 
 class _GatherTokens(torch.autograd.Function):
