@@ -1,8 +1,10 @@
 //! The stream as the loader sees it.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use megaflow_core::{SampleError, SampleLayout, SampleSource, TokensMut, UNKNOWN_LEN};
 use megaflow_source::Source;
@@ -15,11 +17,17 @@ use crate::shards::{num_lanes, plan};
 use crate::state::{STREAM_STATE_VERSION, StreamState};
 use crate::{StreamCounts, StreamError, StreamOptions, StreamPiece};
 
+/// How long the end of a stream waits for its threads. Each ends at its next block, but a source may keep one for ever: a pipe that
+/// nobody writes to. Such a thread is left behind, and ends by itself once its source comes back.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// Samples made of text on the fly, in order, from a position on. Dropping it ends its threads.
 pub struct StreamSource {
     feed: Arc<Feed>,
     output: Arc<Output>,
     threads: Vec<JoinHandle<()>>,
+    /// Each thread holds a sender: it is disconnected once all have ended.
+    ended: Mutex<Receiver<()>>,
     process: u32,
     num_samples: Option<u64>,
 }
@@ -57,17 +65,35 @@ impl StreamSource {
         let cursor = Cursor { window, document: start.document, token: start.token };
         let output = Arc::new(Output::new(start.sample, cursor));
         let process = std::process::id();
-        let mut stream = Self { feed, output, threads: Vec::new(), process, num_samples };
+        let (alive, ended) = channel();
+        let ended = Mutex::new(ended);
+        let mut stream = Self { feed, output, threads: Vec::new(), ended, process, num_samples };
         let (feed, output) = (Arc::clone(&stream.feed), Arc::clone(&stream.output));
-        stream.spawn("megaflow-pack".to_owned(), move || pack(&feed, &output, &start))?;
+        stream.spawn("megaflow-pack".to_owned(), &alive, move || pack(&feed, &output, &start))?;
         for thread in 1..=num_threads {
             let feed = Arc::clone(&stream.feed);
-            stream.spawn(format!("megaflow-text-{thread}"), move || feed.work())?;
+            stream.spawn(format!("megaflow-text-{thread}"), &alive, move || feed.work())?;
         }
         Ok(stream)
     }
 
-    fn spawn(&mut self, name: String, work: impl FnOnce() + Send + 'static) -> Result<(), StreamError> {
+    /// Tells the threads to end, each at its next block, and waits for none. Nothing more is made.
+    pub fn stop(&self) {
+        self.feed.stop();
+        self.output.stop();
+    }
+
+    fn spawn(
+        &mut self,
+        name: String,
+        alive: &Sender<()>,
+        work: impl FnOnce() + Send + 'static,
+    ) -> Result<(), StreamError> {
+        let alive = alive.clone();
+        let work = move || {
+            work();
+            drop(alive);
+        };
         let spawned = std::thread::Builder::new().name(name).spawn(work);
         let thread = spawned.map_err(|error| StreamError::NoThread { reason: error.to_string() })?;
         self.threads.push(thread);
@@ -164,8 +190,11 @@ impl Drop for StreamSource {
             self.threads.drain(..).for_each(std::mem::forget);
             return;
         }
-        self.feed.stop();
-        self.output.stop();
+        self.stop();
+        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if ended.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+            return;
+        }
         for thread in self.threads.drain(..) {
             let _ = thread.join(); // a thread that panicked has told the reader
         }

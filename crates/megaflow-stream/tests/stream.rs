@@ -3,10 +3,11 @@
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use megaflow_core::{SampleError, SampleSource, TokensMut};
-use megaflow_source::Source;
+use megaflow_source::{RandomAccess, Source};
 use megaflow_stream::{OnBadRecord, StreamOptions, StreamSource, StreamState, text_share};
 use megaflow_tokenize::{EncodeOptions, Tokenizer};
 
@@ -215,4 +216,48 @@ fn a_state_that_does_not_fit_is_refused() {
         }
     };
     assert!(error.contains("no token 0 of document 5000"), "{error}");
+}
+
+/// A remote file whose next read tells that it has begun and then lasts until the gate opens.
+struct Blocked {
+    begun: mpsc::SyncSender<()>,
+    gate: Mutex<mpsc::Receiver<()>>,
+}
+
+impl RandomAccess for Blocked {
+    fn size_bytes(&self) -> u64 {
+        1 << 30
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> std::io::Result<usize> {
+        if offset >= 1 << 20 {
+            let _ = self.begun.try_send(());
+            let _ = self.gate.lock().unwrap().recv();
+        }
+        let line = b"{\"text\": \"1 2 3\"}\n";
+        (offset..).zip(&mut *buffer).for_each(|(at, byte)| *byte = line[at as usize % line.len()]);
+        Ok(buffer.len())
+    }
+}
+
+#[test]
+fn the_end_of_a_stream_does_not_wait_for_a_source_that_blocks() {
+    let (begun, has_begun) = mpsc::sync_channel(1);
+    let (open_gate, gate) = mpsc::channel::<()>();
+    let access = Arc::new(Blocked { begun, gate: Mutex::new(gate) });
+    let watched = Arc::downgrade(&access);
+    let source = Source::remote("blocked.jsonl".into(), access);
+    let options = StreamOptions { shuffle: false, shard_bytes: 1 << 40, block_bytes: 1 << 16, ..options() };
+    let stream = StreamSource::open(vec![source], tokenizer(), options, None, None).unwrap();
+    assert_eq!(sample(&stream, 0), Some(vec![1, 2, 3, 100, 1, 2, 3, 100]));
+    stream.announce(1 << 40); // every block is wanted
+    has_begun.recv().unwrap();
+    drop(stream);
+    assert!(watched.strong_count() > 0, "the thread was left behind with its source");
+    drop(open_gate);
+    let begin = Instant::now();
+    while watched.strong_count() > 0 {
+        assert!(begin.elapsed() < Duration::from_secs(30), "the thread ends once its source comes back");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
