@@ -2,6 +2,7 @@
 
 use pyo3::prelude::*;
 
+use crate::ending;
 use crate::errors::IntoPyErr;
 
 /// Runs work without the GIL.
@@ -45,7 +46,10 @@ impl<T: Send> DropDetached<T> {
 impl<T: Send> Drop for DropDetached<T> {
     fn drop(&mut self) {
         let mut inner = self.0.take();
-        // While the interpreter ends there is no GIL to let go of, and the process takes the threads with it.
+        // While the interpreter ends, threads may rest where they called it, and the process takes them with it.
+        if ending::has_begun() {
+            return std::mem::forget(inner);
+        }
         if Python::try_attach(|py| py.detach(|| drop(inner.take()))).is_none() {
             std::mem::forget(inner);
         }

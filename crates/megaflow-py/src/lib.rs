@@ -1,19 +1,21 @@
 //! `megaflow._core`: the only crate that knows Python.
 //!
 //! Every function extracts its arguments, releases the GIL, calls a crate, and maps the error to a class of
-//! `megaflow.errors`.
+//! `megaflow.errors`. `unsafe` is in `inputs` (an Arrow stream is taken over) and `parking`.
 
 #![deny(unsafe_code)]
 
 use pyo3::prelude::*;
 
 mod dataset;
+mod ending;
 mod errors;
 mod gil;
 mod indexed;
 mod inputs;
 mod loader;
 mod pairs;
+mod parking;
 mod preprocess;
 mod samples;
 mod stream;

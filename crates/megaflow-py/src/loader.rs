@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::dataset::PySampleSource;
+use crate::ending;
 use crate::errors::{IntoPyErr, error};
 use crate::gil::DropDetached;
 use crate::views::array_interface;
@@ -179,6 +180,9 @@ impl PyPrefetcher {
             } else {
                 py.detach(|| inner.next_within(patience))
             };
+            if ending::must_rest() {
+                py.detach(|| ending::rest());
+            }
             match next.map_err(IntoPyErr::into_py_err)? {
                 Next::Batch(batch) => return Ok(Some(BatchBuffer::new(batch))),
                 Next::End => return Ok(None),

@@ -16,6 +16,7 @@ use pyo3::types::PyDict;
 
 use crate::errors::{IntoPyErr, error, write_class};
 use crate::gil::WithoutGil;
+use crate::parking::parked;
 
 /// Time between two calls of a progress function.
 const TELL_EVERY: Duration = Duration::from_millis(100);
@@ -72,9 +73,12 @@ impl Teller {
             return ControlFlow::Continue(());
         }
         self.last = Some(Instant::now());
-        let told = Python::attach(|py| {
-            py.check_signals()?;
-            self.progress.call1(py, (done, total))
+        let progress = &self.progress;
+        let told = parked(|| {
+            Python::attach(|py| {
+                py.check_signals()?;
+                progress.call1(py, (done, total))
+            })
         });
         match told {
             Ok(_) => ControlFlow::Continue(()),

@@ -14,9 +14,11 @@ use megaflow_tokenize::{EncodeOptions, Tokenizer};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::ending;
 use crate::errors::{IntoPyErr, error};
 use crate::gil::WithoutGil;
 use crate::inputs::{sentence_splitter, source_of};
+use crate::parking::parked;
 use crate::tokenizer::{PyTokenizer, special_policy};
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -112,9 +114,14 @@ fn preprocess<'py>(
     let options = job_options(settings, tokenizer)?;
     let mut raised = None;
     let mut tell = |now: &Progress| {
-        let told = Python::attach(|py| {
-            py.check_signals()?;
-            progress.call1(py, (now.bytes_done, now.bytes_total, now.documents, now.tokens, now.rejected))
+        if ending::must_rest() {
+            return ControlFlow::Break(());
+        }
+        let told = parked(|| {
+            Python::attach(|py| {
+                py.check_signals()?;
+                progress.call1(py, (now.bytes_done, now.bytes_total, now.documents, now.tokens, now.rejected))
+            })
         });
         match told {
             Ok(_) => ControlFlow::Continue(()),
@@ -125,6 +132,9 @@ fn preprocess<'py>(
         }
     };
     let result = py.detach(|| run_job(&options, &tokenizer.tokenizer, &mut tell));
+    if ending::must_rest() {
+        py.detach(|| ending::rest());
+    }
     if let Some(error) = raised {
         return Err(error);
     }

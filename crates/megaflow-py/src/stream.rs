@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::dataset::PySampleSource;
+use crate::ending;
 use crate::errors::{IntoPyErr, error};
 use crate::gil::{DropDetached, WithoutGil};
 use crate::inputs::repeatable_source_of;
@@ -86,7 +87,9 @@ impl PyStream {
         let state = state.map_err(|fault| error("CheckpointError", format!("not a position in a stream: {fault}")))?;
         let tokenizer = tokenizer.tokenizer.clone();
         let inner = py.without_gil(|| StreamSource::open(sources, tokenizer, options, num_samples, state))?;
-        Ok(Self { inner: DropDetached::new(Arc::new(inner)) })
+        let inner = Arc::new(inner);
+        ending::stop_at_end(py, &inner);
+        Ok(Self { inner: DropDetached::new(inner) })
     }
 
     /// The same samples as the loader takes them.
@@ -116,7 +119,11 @@ impl PyStream {
         stream.announce(index);
         stream.received(index);
         loop {
-            match py.detach(|| stream.sample_tokens(index)) {
+            let found = py.detach(|| stream.sample_tokens(index));
+            if ending::must_rest() {
+                py.detach(|| ending::rest());
+            }
+            match found {
                 Ok(_) => return Ok(()),
                 Err(SampleError::NotReady { .. }) => py.check_signals()?,
                 Err(fault) => return Err(fault.into_py_err()),
