@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 BEGIN = """
-import atexit, fsspec, json, os, signal, sys, threading, time
+import atexit, contextlib, dataclasses, fsspec, json, os, signal, sys, threading, time
 import pyarrow as pa
 import megaflow
 from megaflow import Loader, StreamBlend, StreamingDataset
@@ -85,6 +85,12 @@ def end_of(script: str, *arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+JOB = """
+path = sys.argv[1] + "/a.jsonl"
+open(path, "w").writelines(json.dumps({"text": f"words {n}. " * 50}) + "\\n" for n in range(20000))
+options = megaflow.PreprocessOptions(output_prefix=sys.argv[1] + "/out")
+"""
+
 UNCLOSED = {
     "batches that Python makes": "loader = load(stream(reader(endless())))",
     "batches that Python makes slowly": "loader = load(stream(reader(endless(0.05))))",
@@ -120,6 +126,28 @@ def work():
     megaflow.preprocess(reader(blocks(endless().__next__)), options, tokenizer=megaflow.Tokenizer.gpt2())
     megaflow.preprocess(reader(endless()), options, tokenizer=megaflow.Tokenizer.gpt2())
 threading.Thread(target=work, daemon=True).start()
+inside.wait()
+""",
+    "a daemon that is told of its job": JOB
+    + """
+def tell(*_):
+    inside.set()
+    end_s = time.perf_counter() + 0.5
+    while time.perf_counter() < end_s:
+        pass
+threading.Thread(target=lambda: megaflow.preprocess(path, options, progress=tell), daemon=True).start()
+inside.wait()
+""",
+    "a daemon whose sentences Python splits": JOB
+    + """
+class Splitter:
+    name = "points"
+    def split(self, text):
+        inside.set()
+        return [part for _ in range(50) for part in text.split(".")][:9]
+megaflow.preprocessing.splitter_for = lambda _: contextlib.nullcontext(Splitter())
+options = dataclasses.replace(options, split_sentences=True, workers=2)
+threading.Thread(target=lambda: megaflow.preprocess(path, options), daemon=True).start()
 inside.wait()
 """,
 }
