@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 BEGIN = """
-import atexit, contextlib, dataclasses, fsspec, json, os, signal, sys, threading, time
+import atexit, contextlib, dataclasses, fsspec, json, os, signal, sys, threading, time, warnings
 import pyarrow as pa
 import megaflow
 from megaflow import Loader, StreamBlend, StreamingDataset
@@ -106,6 +106,7 @@ loader = load(StreamBlend([stream(reader(endless())), stream(remote())], [1, 1],
     "a loader in a cycle": "loader = load(stream(reader(endless()))); loader.itself = loader; del loader",
     "in a forked child too": """
 loader = load(stream(reader(endless(0.001))))
+warnings.simplefilter("ignore")  # from 3.12 on Python warns of forks beside threads
 child = os.fork()
 if child:
     assert os.waitpid(child, 0)[1] == 0
