@@ -15,8 +15,10 @@ from helpers.ranks import RankPool
 from helpers.runs import one_rank
 from megaflow_trainer.config.layout import Layout
 from megaflow_trainer.config.sections import ModelConfig, ParallelConfig
+from megaflow_trainer.model.context import Context
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.moe import MoE
+from megaflow_trainer.model.routing import Router
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.data import MainGradients
@@ -31,7 +33,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 CONFIG = ModelConfig(
     num_layers=1, hidden_dim=8, num_heads=2, num_experts=8, expert_dim=6, router_top_k=3, shared_dim=4, vocab_size=32
 )
-BATCH, LENGTH = 4, 6
+BATCH, LENGTH = 4, 8
 EP2, ZERO3 = "--expert-model-parallel-size 2", "--zero-stage 3"
 HYBRID = "--num-distributed-optimizer-instances 2"
 
@@ -108,6 +110,124 @@ def compare(pool: RankPool, layout: Layout, dispatcher: str, changes: dict[str, 
 
 def close(one: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+LOSSES: dict[str, Any] = {"aux_loss_scale": 0.3, "z_loss_scale": 0.07}
+COUNTED = (8, 0, 1, 6)
+"""Tokens of each sample that count in the loss: no two ranks, halves of a batch or of its samples have as many."""
+
+
+def run_losses(pool: Mesh, layout: Layout, kind: str, cuts: int, fault: str = "") -> dict[str, Any] | None:
+    """Gradients that the losses of a router have, times 2, and their sums; the samples in `cuts` micro-batches."""
+    mesh = find_mesh(pool, layout)
+    if pool.rank >= layout.size:
+        return None
+    config, holder = replace(CONFIG, **LOSSES, balance_kind=kind), nn.Module()
+    layer = holder.mlp = MoE(config, Sockets(), 0).to(torch.float64)
+    layer.router.lift = 2.0
+    parts = ShardMap.of(holder)
+    shard_experts(holder, mesh, parts, ParallelConfig(tp=layout.tp, ep=layout.ep, cp=layout.cp))
+    init_weights(holder, replace(config, init_std=0.5), seed=4, parts=parts.shards)
+    gradients = MainGradients(holder, mesh, parts)
+    gradients.start(cuts)
+    x, masks = make_unequal()
+    rows = slice(mesh.dp_rank * BATCH // layout.dp, (mesh.dp_rank + 1) * BATCH // layout.dp)
+    own = (rows, slice(mesh.cp_rank * LENGTH // layout.cp, (mesh.cp_rank + 1) * LENGTH // layout.cp))
+    x, masks = x[own].requires_grad_(), masks[own]
+    with pytest.MonkeyPatch.context() as patch:
+        if fault:
+            patch.setattr(Router, "_measure", FAULTS[fault])
+        for part, weights in zip(x.chunk(cuts), masks.chunk(cuts), strict=True):
+            (layer(part, Context(torch.arange(part.shape[1]), None, None, weights=weights)) * 0).sum().backward()
+    gradients.reduce()
+    router = next(main for main in gradients.parameters if main.name == "mlp.router.weight")
+    tally = layer.router.tally
+    sums = torch.stack([tally.aux_loss, tally.z_loss])
+    return {"own": own, "x_grad": x.grad, "router": router.main_grad.clone(), "sums": sums}
+
+
+def make_unequal() -> tuple[Tensor, Tensor]:
+    """Tokens of samples, `[b, s, h]`, and which of them count."""
+    x = torch.randn(BATCH, LENGTH, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    return x, (torch.arange(LENGTH) < torch.tensor(COUNTED)[:, None]).to(torch.float64)
+
+
+def compute_plainly(kind: str, cuts: int) -> dict[str, Any]:
+    """The same by the definition of both losses, with nothing but autograd."""
+    holder = nn.Module()
+    holder.mlp = MoE(CONFIG, Sockets(), 0).to(torch.float64)
+    init_weights(holder, replace(CONFIG, init_std=0.5), seed=4)
+    weight, (x, masks) = holder.mlp.router.weight, make_unequal()
+    logits = x.requires_grad_() @ weight.T
+    z = (logits.logsumexp(dim=2).square() * masks).sum()
+    balance = torch.zeros((), dtype=torch.float64)
+    pieces = BATCH if kind == "seq_aux_loss" else 1 if kind == "global_aux_loss" else cuts
+    for unit, counted in zip(logits.chunk(pieces), masks.chunk(pieces), strict=True):
+        chosen = torch.bincount(unit.topk(3, dim=2).indices.flatten(), minlength=8).double() / (
+            unit.shape[0] * LENGTH * 3
+        )
+        balance = balance + counted.sum() * 8 * (chosen * unit.softmax(dim=2).mean(dim=(0, 1))).sum()
+    grads = torch.autograd.grad(2 * (0.3 * balance + 0.07 * z), [x, weight])
+    return {"x_grad": grads[0], "router": grads[1].flatten(), "sums": torch.stack([balance, z]).detach()}
+
+
+def measure_own_mean(router: Router, logits: Tensor, chosen: Tensor, masks: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The fault of a z-loss that is a mean over a rank's own tokens."""
+    balance, z = MEASURE(router, logits, chosen, masks)
+    assert z is not None
+    return balance, z / masks.sum().clamp(min=1) * (sum(COUNTED) / (BATCH * LENGTH)) * masks.numel()
+
+
+def measure_all_tokens(router: Router, logits: Tensor, chosen: Tensor, masks: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The fault of a z-loss that takes tokens for its own that do not count."""
+    balance, _ = MEASURE(router, logits, chosen, masks)
+    return balance, logits.logsumexp(dim=1).square().sum()
+
+
+def measure_parts(router: Router, logits: Tensor, chosen: Tensor, masks: Tensor) -> tuple[Tensor | None, Tensor]:
+    """The fault of a z-loss that is divided by the ranks that share the tokens of a micro-batch."""
+    balance, z = MEASURE(router, logits, chosen, masks)
+    assert z is not None
+    return balance, z * (masks.numel() / (BATCH * LENGTH))
+
+
+MEASURE = Router._measure
+FAULTS = {"mean of its own": measure_own_mean, "masked tokens": measure_all_tokens, "part": measure_parts}
+SHARED = FOLDED | {
+    "tp2": Layout(tp=2, etp=1, ep=2),
+    "ep2.cp2": Layout(cp=2, ep=2, dp_replicate=2),
+    "ep2.cp2.tp2": Layout(cp=2, tp=2, ep=2, etp=2, dp_replicate=2),
+}
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
+@pytest.mark.parametrize("layout", SHARED)
+def test_losses_of_routers_over_ranks_are_sums_over_the_tokens_that_count(
+    eight_ranks: RankPool, layout: str, kind: str
+) -> None:
+    assert find_gap(eight_ranks, SHARED[layout], kind) < 1e-13
+
+
+def test_cuts_into_micro_batches_are_no_part_of_the_losses() -> None:
+    assert find_gap(None, Layout(), "aux_loss", cuts=2) < 1e-13
+    assert find_gap(None, Layout(), "seq_aux_loss", cuts=4) < 1e-13
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("layout", SHARED)
+def test_a_loss_of_another_scale_is_noticed(eight_ranks: RankPool, layout: str, fault: str) -> None:
+    assert find_gap(eight_ranks, SHARED[layout], "seq_aux_loss", fault=fault) > 1e-2
+
+
+def find_gap(pool: RankPool | None, layout: Layout, kind: str, *, cuts: int = 1, fault: str = "") -> float:
+    """The largest difference from the definition, as a part of the largest number."""
+    wanted = compute_plainly(kind, cuts * layout.dp)
+    one = () if pool is not None else [run_losses(one_rank(), layout, kind, cuts, fault)]
+    outcomes = pool.run(run_losses, layout, kind, cuts, fault)[: layout.size] if pool is not None else one
+    pairs = [(sum(found["sums"] for found in outcomes), wanted["sums"])]
+    for found in outcomes:
+        pairs += [(found["x_grad"], wanted["x_grad"][found["own"]]), (found["router"].flatten(), wanted["router"])]
+    return max(((one - other).abs().max() / other.abs().max().clamp(min=1e-300)).item() for one, other in pairs)
 
 
 def measure_ones(pool: Mesh, case: Case, layout: Layout) -> tuple[float, float] | None:

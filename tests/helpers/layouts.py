@@ -42,6 +42,7 @@ _SIGMOID = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
     "--moe-shared-expert-intermediate-size 16 --moe-router-num-groups 2 --moe-router-group-topk 2"
 )
+FIRST_HALF = tuple(range(GLOBAL_BATCH // 2))
 KINDS = {
     "gpt2": "--hidden-dropout 0.2",
     "gpt2_plain": "--hidden-dropout 0",
@@ -66,7 +67,7 @@ KINDS = {
 @dataclass(frozen=True, slots=True)
 class Case:
     """A run: kind of model, flags of the layout, ranks, vocabulary, whether masks are unequal, flags of all layouts,
-    steps.
+    steps, samples of a global batch that are almost all EOD.
     """
 
     kind: str
@@ -77,6 +78,7 @@ class Case:
     micro: int = 2
     common: str = ""
     steps: int = STEPS
+    few: tuple[int, ...] = FIRST_HALF
 
 
 @dataclass
@@ -91,15 +93,16 @@ class Batch:
 
 
 class ListLoader:
-    """Random samples in the order of the loader's contract; the first half of each global batch is almost all EOD, the
-    others hold three documents.
+    """Random samples in the order of the loader's contract; those of each global batch that `few` names are almost all
+    EOD, the others hold three documents.
     """
 
-    def __init__(self, micro_batch_size: int, mesh: Mesh, vocab: int) -> None:
+    def __init__(self, micro_batch_size: int, mesh: Mesh, vocab: int, few: tuple[int, ...] = FIRST_HALF) -> None:
         samples = np.random.default_rng(3).integers(1, vocab, (GLOBAL_BATCH * STEPS, SEQ_LEN + 1))
         for first in range(0, len(samples), GLOBAL_BATCH):
-            samples[first : first + GLOBAL_BATCH // 2, 1:-1] = EOD
-            samples[first + GLOBAL_BATCH // 2 : first + GLOBAL_BATCH, [4, 10]] = EOD
+            own = samples[first : first + GLOBAL_BATCH]
+            own[:, [4, 10]] = EOD
+            own[list(few), 1:-1] = EOD
         self.samples, self.size, self.mesh, self.position = samples, micro_batch_size, mesh, 0
 
     def __next__(self) -> Batch:
@@ -151,7 +154,7 @@ def run_case(pool_mesh: Mesh, case: Case) -> dict[str, Any] | None:
     seed_dropout(config.seed, mesh)
     model = build_model(config, mesh)
     optimizer, clock = build_optimizer(model, config), Clock(mesh.device)
-    loader = ListLoader(case.micro, mesh, case.vocab)
+    loader = ListLoader(case.micro, mesh, case.vocab, case.few)
     feed = Feed(
         loader,  # type: ignore[arg-type]
         mesh.device,
