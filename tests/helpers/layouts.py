@@ -38,6 +38,7 @@ _LATENT = (
 )
 _APART = "--reset-position-ids --reset-attention-mask"
 _MOE = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2 --moe-z-loss-coeff 0.001"
+_BALANCE = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.02"
 _SIGMOID = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.01 "
     "--moe-shared-expert-intermediate-size 16 --moe-router-num-groups 2 --moe-router-group-topk 2"
@@ -57,8 +58,8 @@ KINDS = {
     "documents_llama": f"{_APART} {_LLAMA} --num-query-groups 2",
     "further": "--mtp-num-layers 2 --hidden-dropout 0.1",
     "further_llama": f"{_LLAMA} --mtp-num-layers 1",
-    "moe": f"{_LLAMA} {_MOE} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.02",
-    "moe_documents": f"{_APART} {_LLAMA} {_MOE} --moe-router-load-balancing-type seq_aux_loss",
+    "moe": f"{_LLAMA} {_MOE} {_BALANCE}",
+    "moe_documents": f"{_APART} {_LLAMA} {_MOE} {_BALANCE}",
     "moe_padded": f"{_LLAMA} {_MOE} --moe-expert-capacity-factor 2 --moe-pad-expert-input-to-capacity",
     "moe_bias": f"{_MOE} --hidden-dropout 0.1 --moe-layer-freq 2 --moe-input-jitter-eps 0.05 {_SIGMOID}",
 }

@@ -159,6 +159,15 @@ def test_padding_gives_every_expert_as_many_rows_as_it_may_take() -> None:
         ("--moe-router-topk 5", "(--moe-router-topk) 5 is above model.num_experts (--num-experts) 4; lower it"),
         ("--moe-layer-freq [1]*3", "(3 entries for 2 layers) must be a number n (every n-th layer) or a list"),
         ("--moe-layer-freq 0", "(every 0-th layer) must be"),
+        (
+            "--moe-layer-freq [0]*2",
+            "'[0]*2' leaves no layer of the 2 with experts; name one, or drop model.num_experts",
+        ),
+        (
+            "--moe-router-topk 1",
+            "every token the weight 1, from which the router learns nothing; give model.router_pre",
+        ),
+        ("--moe-router-topk-scaling-factor 0", "0 takes the experts out of every layer; give a factor above 0"),
         ("--moe-layer-freq __import__('os')", "(neither a number nor a list of zeros and ones) must be"),
         ("--moe-router-num-groups 2", "are given together; give the other one too"),
         ("--moe-router-num-groups 3 --moe-router-group-topk 1", "3 must divide model.num_experts (--num-experts) 4"),
@@ -172,6 +181,39 @@ def test_what_does_not_fit_is_said(flags: str, said: str) -> None:
     with pytest.raises(MegaflowError) as caught:
         configure(flags)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--moe-router-topk 1 --moe-router-pre-softmax",
+        "--moe-router-topk 1 --moe-router-score-function sigmoid",
+        "--moe-router-topk 1 --num-experts 1",  # which is an MLP
+    ],
+)
+def test_a_token_may_choose_one_expert_where_its_weight_is_learned_or_nothing_is(flags: str) -> None:
+    router = find_layer(build(flags)).router
+    x = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(1))
+    grad = torch.autograd.grad(router(x, None).weights.sum(), router.weight)[0]
+    assert (grad.abs().max() > 0) == (len(router.weight) > 1)
+
+
+@pytest.mark.parametrize("kind, is_idle", [("seq_aux_loss", True), ("none", False)])
+def test_a_kind_of_a_loss_that_is_not_asked_for_is_said(kind: str, is_idle: bool) -> None:
+    words = f"--train-iters 1 --data-path x --num-experts 4 --moe-router-load-balancing-type {kind}"
+    notes = [*read_command([*TINY, *words.split()], world_size=1)[1]]
+    assert any("no effect without --moe-aux-loss-coeff" in note for note in notes) == is_idle, notes
+
+
+@pytest.mark.parametrize("factor", ["9", "1e30", "1e308"])
+def test_no_expert_takes_more_rows_than_there_are_tokens(factor: str) -> None:
+    model = build(f"--moe-expert-capacity-factor {factor} --moe-pad-expert-input-to-capacity")
+    seen: list[list[int]] = []
+    find_layer(model).experts.register_forward_pre_hook(lambda _, args: seen.append(args[1].tolist()))
+    tokens = torch.arange(34).view(2, 17)
+    losses = model(tokens[:, :-1], tokens[:, 1:])
+    assert seen == [[32] * 4]
+    assert torch.allclose(losses, build("")(tokens[:, :-1], tokens[:, 1:]))
 
 
 @pytest.mark.parametrize(

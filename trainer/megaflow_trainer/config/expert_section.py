@@ -66,10 +66,10 @@ class ExpertConfig:
     where experts get few rows)."""
 
     def count_capacity(self, num_tokens: int) -> int:
-        """Rows that an expert takes of `num_tokens` tokens."""
+        """Rows that an expert takes of `num_tokens` tokens, not more than them: a token chooses an expert once."""
         assert self.capacity_factor is not None, "asked where there is one"
         assert self.num_experts is not None, "asked where there are experts"
-        return math.ceil(num_tokens * self.router_top_k / self.num_experts * self.capacity_factor)
+        return math.ceil(min(num_tokens, num_tokens * self.router_top_k / self.num_experts * self.capacity_factor))
 
 
 def list_expert_faults(own: ExpertConfig) -> list[str]:
@@ -136,31 +136,19 @@ def check_experts(model: ExpertConfig, *, num_layers: int) -> list[str]:
     """What the fields ask of each other in a model of `num_layers` layers."""
     if model.num_experts is None:
         return []
-    faults, experts, groups = [], model.num_experts, model.router_groups
-    if model.router_top_k > experts:
-        faults.append(f"model.router_top_k {model.router_top_k} is above model.num_experts {experts}; lower it")
-    try:
-        read_pattern(model.expert_layers, num_layers)
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+    faults = _check_layers(model.expert_layers, num_layers) + _check_groups(model, model.num_experts)
+    if model.router_top_k > model.num_experts:
         faults.append(
-            f"model.expert_layers {model.expert_layers!r} ({error}) must be a number n (every n-th layer) or a list of "
-            f"model.num_layers {num_layers} zeros and ones such as ([0]*3+[1]*58)"
+            f"model.router_top_k {model.router_top_k} is above model.num_experts {model.num_experts}; lower it"
         )
-    if (groups is None) != (model.router_group_top_k is None):
-        faults.append("model.router_groups and model.router_group_top_k are given together; give the other one too")
-    elif groups is not None and model.router_group_top_k is not None:
-        chosen = model.router_group_top_k
-        if experts % groups or chosen > groups:
-            faults.append(
-                f"model.router_groups {groups} must divide model.num_experts {experts}, and be at least "
-                f"model.router_group_top_k {chosen}"
-            )
-        elif chosen * (experts // groups) < model.router_top_k or model.router_top_k % chosen:
-            faults.append(
-                f"model.router_group_top_k {chosen} groups of {experts // groups} experts: a token chooses "
-                f"model.router_top_k {model.router_top_k}, which must be a multiple of the groups and not above their "
-                "experts"
-            )
+    is_after = model.router_score == "softmax" and not model.router_pre_softmax
+    if model.router_top_k == 1 < model.num_experts and is_after:
+        faults.append(
+            "model.router_top_k 1 with softmax over the chosen experts gives every token the weight 1, from which the "
+            "router learns nothing; give model.router_pre_softmax"
+        )
+    if model.router_scale == 0:
+        faults.append("model.router_scale 0 takes the experts out of every layer; give a factor above 0")
     if model.router_pre_softmax and model.router_score != "softmax":
         faults.append("model.router_pre_softmax is for model.router_score softmax; drop it")
     if model.pads_to_capacity and not model.capacity_factor:
@@ -168,3 +156,41 @@ def check_experts(model: ExpertConfig, *, num_layers: int) -> list[str]:
     if model.capacity_factor == 0:
         faults.append("model.capacity_factor 0 drops every token; give one above 0, or leave it out to drop none")
     return faults
+
+
+def _check_layers(pattern: str, num_layers: int) -> list[str]:
+    try:
+        if any(read_pattern(pattern, num_layers)):
+            return []
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        text = (
+            f"model.expert_layers {pattern!r} ({error}) must be a number n (every n-th layer) or a list of "
+            f"model.num_layers {num_layers} zeros and ones such as ([0]*3+[1]*58)"
+        )
+        return [text]
+    text = (
+        f"model.expert_layers {pattern!r} leaves no layer of the {num_layers} with experts; name one, or drop "
+        "model.num_experts"
+    )
+    return [text]
+
+
+def _check_groups(model: ExpertConfig, experts: int) -> list[str]:
+    groups, chosen = model.router_groups, model.router_group_top_k
+    if (groups is None) != (chosen is None):
+        return ["model.router_groups and model.router_group_top_k are given together; give the other one too"]
+    if groups is None or chosen is None:
+        return []
+    if experts % groups or chosen > groups:
+        text = (
+            f"model.router_groups {groups} must divide model.num_experts {experts}, and be at least "
+            f"model.router_group_top_k {chosen}"
+        )
+        return [text]
+    if chosen * (experts // groups) < model.router_top_k or model.router_top_k % chosen:
+        text = (
+            f"model.router_group_top_k {chosen} groups of {experts // groups} experts: model.router_top_k "
+            f"{model.router_top_k} must be a multiple of the groups and not above their experts"
+        )
+        return [text]
+    return []

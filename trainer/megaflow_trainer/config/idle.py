@@ -77,6 +77,12 @@ _DEPENDENCES = (
     ),
     Dependence(
         "model",
+        ("balance_kind",),
+        "--moe-aux-loss-coeff",
+        lambda config: config.model.aux_loss_scale > 0 or config.model.balance_kind == "none",
+    ),
+    Dependence(
+        "model",
         ("attention",),
         "--cp-comm-type a2a: ranks that share sequences have a core of their own otherwise",
         lambda config: config.parallel.cp == 1 or config.parallel.cp_kind == "a2a",
