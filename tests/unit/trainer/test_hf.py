@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from helpers.pairs import write_pair
 from helpers.runs import TINY, read_tensors, run_tiny
@@ -194,6 +195,96 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"tensor transformer\.h\.2\.ln_1\.weight"):
         read_hf(tmp_path)
+
+
+EXPERT = {
+    "mixtral": "model.layers.1.block_sparse_moe.experts.{}.w1.weight",
+    "deepseek_v3": "model.layers.1.mlp.experts.{}.down_proj.weight",
+}
+
+
+def damage(family: str, folder: Path, tensors: dict[str, Any], **given: Any) -> None:
+    """A folder of a family with other tensors and other lines of config.json."""
+    config = make_shape(**SHAPES[family])
+    write_hf(folder, config, make_weights(config))
+    stored = load_file(folder / "model.safetensors") | tensors
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((folder / "config.json").read_text()) | given
+    (folder / "config.json").write_text(json.dumps(text))
+
+
+@pytest.mark.parametrize(
+    "family, given, said",
+    [
+        ("mixtral", {"num_local_experts": [4]}, "config.json: num_experts takes a whole number, got [4]"),
+        ("mixtral", {"num_local_experts": 0}, "config.json: model.num_experts must be >= 1, got 0"),
+        ("mixtral", {"num_experts_per_tok": None}, "config.json: router_top_k takes a whole number, got None"),
+        ("mixtral", {"num_experts_per_tok": 5}, "model.router_top_k 5 is above model.num_experts 4"),
+        ("mixtral", {"num_hidden_layers": 1}, "tensor model.layers.1.block_sparse_moe.experts.0.w1.weight and"),
+        ("deepseek_v3", {"n_group": 3, "topk_group": 1}, "model.router_groups 3 must divide model.num_experts 4"),
+        ("deepseek_v3", {"first_k_dense_replace": 99}, "zeros and ones such as"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "config.json: kv_latent_dim takes a whole number, got None"),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 is a router whose weights are all 1"),
+        (
+            "deepseek_v3",
+            {"n_shared_experts": 0},
+            "tensor model.layers.1.mlp.shared_experts.down_proj.weight and 5 more are in the files",
+        ),
+        (
+            "deepseek_v3",
+            {"num_hidden_layers": 3, "num_nextn_predict_layers": 0},
+            "in the files and no part of the deepseek_v3",
+        ),
+    ],
+)
+def test_a_description_of_experts_that_does_not_fit_is_said(
+    family: str, given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    damage(family, tmp_path, {}, **given)
+    with pytest.raises(CheckpointError) as caught:
+        read_hf(tmp_path)
+    assert said in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("family", EXPERT)
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("narrow", "has shape (15, 31), which does not fit"),
+        ("flat", "has shape (3,), which does not fit"),
+        ("int8", "is in int8; give files in fp32, bf16, fp16 or fp64"),
+        ("float8_e4m3fn", "is in float8_e4m3fn; give files"),
+    ],
+)
+def test_a_damaged_expert_is_named(family: str, kind: str, said: str, tmp_path: Path) -> None:
+    name = EXPERT[family].format(2)
+    parts = {"narrow": torch.zeros(15, 31), "flat": torch.zeros(3)}
+    damage(family, tmp_path, {name: parts[kind] if kind in parts else torch.zeros(8, 32, dtype=getattr(torch, kind))})
+    with pytest.raises(CheckpointError) as caught:
+        read_hf(tmp_path)
+    assert f"{name} {said}" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", EXPERT)
+def test_an_expert_too_many_is_no_weight_that_is_left_out(family: str, tmp_path: Path) -> None:
+    damage(family, tmp_path, {EXPERT[family].format(4): torch.zeros(8, 32)})
+    with pytest.raises(CheckpointError, match=rf"experts\.4\..* is in the files and no part of the {family}"):
+        read_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family, name",
+    [
+        ("gpt2", "transformer.h.0.attn.bias"),
+        ("gpt2", "transformer.h.0.attn.masked_bias"),
+        ("gpt2", "lm_head.weight"),
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ],
+)
+def test_what_older_files_hold_beside_the_weights_is_read_over(family: str, name: str, tmp_path: Path) -> None:
+    damage(family, tmp_path, {name: torch.zeros(3)})
+    assert name not in read_hf(tmp_path)[1]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megaflow.errors import CheckpointError
+from megaflow.errors import CheckpointError, ConfigError
 from megaflow_trainer.checkpoint import hf_experts
 from megaflow_trainer.checkpoint.hf_experts import Source
+from megaflow_trainer.config.checks import check_heads, check_shape
+from megaflow_trainer.config.expert_section import check_experts
+from megaflow_trainer.config.fields import convert, list_fields
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.gpt import build_gpt
 from megaflow_trainer.model.sockets import Sockets
@@ -41,26 +45,64 @@ def read_hf(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     config, family = read_hf_config(folder)
     stored = _read_tensors(folder)
     if family == "gpt2":  # the first published file has no prefix
-        stored = {name if name.startswith("transformer.") else f"transformer.{name}": t for name, t in stored.items()}
+        kept = ("transformer.", "lm_head.")
+        stored = {name if name.startswith(kept) else f"transformer.{name}": t for name, t in stored.items()}
     last = f"model.layers.{config.num_layers}."
     if config.num_mtp_layers and not any(name.startswith(last) for name in stored):
         config = dataclasses.replace(config, num_mtp_layers=0)  # transformers leaves further prediction out
-    shapes = _list_shapes(config)
-    weights = {}
-    for name, source in list_sources(config, family).items():
+    shapes, weights, sources = _list_shapes(config), {}, list_sources(config, family)
+    _expect_nothing_else(folder, set(stored), config, family, sources)
+    for name, source in sources.items():
         missing = [part for part in source.names if part not in stored]
         if missing:
             raise CheckpointError(f"{folder}: tensor {missing[0]}, which makes {name}, is not in the files")
-        parts = [stored[part].T if source.is_transposed else stored[part] for part in source.names]
-        weights[name] = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
-        if source.is_swapped:
-            weights[name] = _swap(weights[name])
+        weights[name] = _join(folder, source, {part: stored[part] for part in source.names})
         if tuple(weights[name].shape) != shapes[name]:
             raise CheckpointError(
                 f"{folder}: {' + '.join(source.names)} has shape {tuple(weights[name].shape)}, {_CONFIG} asks for "
                 f"{shapes[name]}"
             )
     return config, weights
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+
+
+def _expect_nothing_else(
+    folder: Path, stored: set[str], config: ModelConfig, family: str, sources: Mapping[str, Source]
+) -> None:
+    """Masks and angles that older files hold are computed, a tied output projection is the embedding; all else that is
+    not read is weights that the model would go without.
+    """
+    read = {part for source in sources.values() for part in source.names} | {*hf_experts.list_copies(config, family)}
+    if config.tied_embeddings:
+        read.add("lm_head.weight")
+    others = sorted(name for name in stored - read if not _NO_WEIGHTS.search(name))
+    if others:
+        more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
+        raise CheckpointError(
+            f"{folder}: tensor {others[0]}{more} in the files and no part of the {family} that {_CONFIG} describes; "
+            "check its numbers of layers and experts"
+        )
+
+
+def _join(folder: Path, source: Source, parts: Mapping[str, Tensor]) -> Tensor:
+    """A weight of ours from its tensors."""
+    first = next(iter(parts))
+    for name, part in parts.items():
+        if part.dtype not in _DTYPES:
+            kind = str(part.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{folder}: {name} is in {kind}; give files in fp32, bf16, fp16 or fp64")
+        alike = slice(None, -1) if source.is_transposed else slice(1, None)
+        if part.dim() != parts[first].dim() or part.shape[alike] != parts[first].shape[alike]:
+            raise CheckpointError(
+                f"{folder}: {name} has shape {tuple(part.shape)}, which does not fit {first} with "
+                f"{tuple(parts[first].shape)}"
+            )
+    turned = [part.T if source.is_transposed and part.dim() == 2 else part for part in parts.values()]
+    whole = torch.cat(turned) if len(turned) > 1 else turned[0].contiguous()
+    return _swap(whole) if source.is_swapped else whole
 
 
 def write_hf(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
@@ -237,9 +279,23 @@ def read_hf_config(folder: Path) -> tuple[ModelConfig, str]:
             )
         _expect(given, path, "quantization_config", (None,), None)
         shape = _read_gpt2(given, path) if family == "gpt2" else _read_llama(given, family, path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        shape |= {"vocab_size": given["vocab_size"], "vocab_multiple": 1}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error!r}") from None
-    return ModelConfig(**shape, vocab_size=given["vocab_size"], vocab_multiple=1), family
+    return _make_config(shape, path), family
+
+
+def _make_config(shape: dict[str, Any], path: Path) -> ModelConfig:
+    """The shape, once its values are of their fields' kinds and fit each other."""
+    known = list_fields()
+    try:
+        config = ModelConfig(**{name: convert(known[f"model.{name}"], value, name) for name, value in shape.items()})
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    faults = check_heads(config) + check_shape(config) + check_experts(config, num_layers=config.num_layers)
+    if faults:
+        raise CheckpointError(f"{path}: {'; '.join(faults)}")
+    return config
 
 
 def _read_gpt2(given: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -267,6 +323,10 @@ def _read_llama(given: dict[str, Any], family: str, path: Path) -> dict[str, Any
         _expect(given, path, "norm_topk_prob", (True,), True)
         _expect(given, path, "moe_layer_freq", (1,), 1)
         _expect(given, path, "attention_bias", (False,), False)
+        if given["num_experts_per_tok"] == 1:  # its files divide the one score by itself
+            raise CheckpointError(
+                f"{path}: num_experts_per_tok 1 is a router whose weights are all 1; 2 and more are read"
+            )
     has_bias = bool(given.get("attention_bias", False))
     if family == "llama":
         _expect(given, path, "mlp_bias", (has_bias,), False)
