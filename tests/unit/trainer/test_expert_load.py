@@ -90,6 +90,21 @@ def test_a_run_warns_of_experts_that_nobody_chose(
     assert "tokens per expert: 0/0/" in said
 
 
+@pytest.mark.parametrize("precision", ["", "--bf16", "--fp16"])
+def test_biases_stay_in_a_step_that_is_skipped(prefix: str, tmp_path: Path, precision: str) -> None:
+    words = (
+        "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --train-iters 2 "
+        f"--global-batch-size 2 {precision}"
+    ).split()
+    moved = []
+    for scale in ("0.1", "1e30"):  # of which the second has no finite gradient
+        folder = tmp_path / scale
+        extra = ["--moe-z-loss-coeff", scale, "--initial-loss-scale", "1024", "--run-dir", str(folder)]
+        assert run_tiny(prefix, [*words, *extra]) == 0
+        moved.append([(line["skipped_steps"] > 0, line["expert_bias_norm"] > 0) for line in read_metrics(folder)])
+    assert moved == [[(False, False), (False, True)], [(True, False), (True, False)]]  # logged before they move
+
+
 def test_a_run_in_bf16_goes_on_with_the_router_and_biases_that_it_had(prefix: str, tmp_path: Path) -> None:
     words = (
         "--num-experts 4 --bf16 --use-distributed-optimizer --moe-router-score-function sigmoid --global-batch-size 2 "

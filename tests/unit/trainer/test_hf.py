@@ -197,6 +197,18 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         read_hf(tmp_path)
 
 
+def test_further_prediction_joins_the_embedding_first_in_the_files(tmp_path: Path) -> None:
+    """DeepSeek-V3, equation 21 as its files have it: eh_proj of [enorm(embedding); hnorm(hidden state)]."""
+    config = make_shape(**SHAPES["deepseek_v3"])
+    weights = make_weights(config)
+    write_hf(tmp_path, config, weights)
+    stored = load_file(tmp_path / "model.safetensors")["model.layers.2.eh_proj.weight"]
+    hidden, embedding = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+    ours = torch.cat([hidden, embedding], dim=1) @ weights["further.0.join.weight"].T
+    torch.testing.assert_close(torch.cat([embedding, hidden], dim=1) @ stored.T, ours)
+    assert torch.equal(read_hf(tmp_path)[1]["further.0.join.weight"], weights["further.0.join.weight"])
+
+
 EXPERT = {
     "mixtral": "model.layers.1.block_sparse_moe.experts.{}.w1.weight",
     "deepseek_v3": "model.layers.1.mlp.experts.{}.down_proj.weight",
