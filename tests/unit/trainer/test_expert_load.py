@@ -63,6 +63,8 @@ def test_drops_and_biases_are_part_of_the_line_and_nobody_is_called_dead_who_liv
     assert "tokens per expert: 1/5/9, entropy " in line
     assert line.endswith(" | bias norm: 5.0000E-01 | dropped: 25.00%")
     assert report.describe_dead() is None
+    lone = {name: value.item() for name, value in make_report([[4]], (0,)).list_values().items()}
+    assert "tokens per expert: 4/4/4, entropy 0.0000 |" in describe_load(lone)
     said = make_report([[0, 1]] * 10, tuple(range(10))).describe_dead()
     assert said is not None
     assert said.endswith("layer 7: 0 and 2 more layers")

@@ -49,7 +49,7 @@ class LoadReport:
     def list_values(self) -> dict[str, Tensor]:
         """What is logged, by name: float64 scalars on the device."""
         share = self.counts / self.counts.sum(dim=1, keepdim=True).clamp(min=1)
-        entropy = -torch.special.xlogy(share, share).sum(dim=1).mean() / math.log(max(self.counts.shape[1], 2))
+        entropy = torch.special.xlogy(share, share).sum(dim=1).mean().abs() / math.log(max(self.counts.shape[1], 2))
         values = {
             "expert_tokens_min": self.counts.min(),
             "expert_tokens_mean": self.counts.mean(),
