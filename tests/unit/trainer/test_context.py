@@ -35,6 +35,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")  # first backward
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 5])
