@@ -65,6 +65,8 @@ MERGES = "a: &a {x: 1}\n" + "".join(
         ("model: " + "[" * 5000, "nested deeper than any recipe"),
         ("[" * 3000 + "]" * 3000, "nested deeper than any recipe"),
         ("model: " + "{a: " * 900 + "1" + "}" * 900, "nested deeper than any recipe"),
+        ("model: " + "{a: " * 64 + "1" + "}" * 64, "nested deeper than any recipe"),
+        ("model: " + "{a: " * 60 + "1" + "}" * 60, ", line 1: model.a: expected a value"),
         (BOMB, ", line 2: b: expected a value or a list of values, found more inside it"),
         (MAPS, ", line 2: b.p: expected a value or a list of values, found more inside it"),
         (MERGES, ", line 3: "),

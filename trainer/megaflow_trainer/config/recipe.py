@@ -20,6 +20,8 @@ from megaflow_trainer.config.fields import Field, convert
 
 LARGEST_BYTES = 1 << 20
 """Recipes are a few kilobytes; a file of this size is another one."""
+MOST_LEVELS = 64
+"""Lists and mappings in each other; a recipe has three."""
 _LIKE = "recipes of every kind are in trainer/recipes"
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -94,7 +96,13 @@ def _read(path: str, state: tuple[int, int, int]) -> tuple[Entry, ...]:
         )
     loader = None
     try:
-        loader = yaml.SafeLoader(content.decode())
+        text = content.decode()
+        if _is_nested_deeply(text):
+            raise ConfigError(
+                f"--config {path}: brackets or lines are nested deeper than any recipe; expected `section:` and below "
+                "it `field: value`"
+            )
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:
             raise ConfigError(f"--config {path}: expected sections with fields, found nothing in it; {_LIKE}")
@@ -106,11 +114,6 @@ def _read(path: str, state: tuple[int, int, int]) -> tuple[Entry, ...]:
         return tuple(_list_entries(loader, root))
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}{_explain(error)}") from None
-    except RecursionError:
-        raise ConfigError(
-            f"--config {path}: brackets or lines are nested deeper than any recipe; expected `section:` and below it "
-            "`field: value`"
-        ) from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -151,6 +154,22 @@ def _describe(node: yaml.Node) -> str:
 def _line(node: yaml.Node) -> int:
     line: int = node.start_mark.line
     return line + 1
+
+
+def _is_nested_deeply(text: str) -> bool:
+    """Whether lists and mappings lie in each other deeper than `MOST_LEVELS`.
+
+    Counted, since what Python's stack bears is another depth in every process.
+
+    Raises:
+        yaml.YAMLError: if the text is not YAML.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_LEVELS:
+            return True
+    return False
 
 
 def _list_entries(loader: yaml.SafeLoader, root: yaml.MappingNode) -> Iterator[Entry]:
