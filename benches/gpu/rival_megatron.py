@@ -293,7 +293,7 @@ def list_longest(kernels: list[tuple[str, float, float]], count: int) -> list[tu
     return [(name[:120], round(time, 3), calls) for name, (time, calls) in longest]
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("row", choices=sorted(ROWS))
@@ -312,7 +312,11 @@ def main() -> None:
     parser.add_argument("--no-fusion", action="store_true", help="without fp32 sums in products and fused routers")
     parser.add_argument("--kernels", type=int, default=0, help="list so many kernels with the most time (default: 0)")
     parser.add_argument("--steps", type=int, default=8, help="steps that are timed, after 4 others (default: 8)")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def join_ranks(options: argparse.Namespace) -> None:
+    """This rank's GPU, its groups and its random streams."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if options.tp > 1 else "8")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
@@ -325,6 +329,27 @@ def main() -> None:
         tensor_model_parallel_size=options.tp, expert_model_parallel_size=options.ep
     )
     model_parallel_cuda_manual_seed(1, te_rng_tracker=bool(options.graphs), use_cudagraphable_rng=bool(options.graphs))
+
+
+def time_steps(step: Callable[[], None], count: int) -> float:
+    """Median seconds of `count` steps, behind four others."""
+    for _ in range(4):
+        step()
+    times = []
+    for _ in range(count):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def main() -> None:
+    """Train a few steps, and print what they took."""
+    options = parse_options()
+    join_ranks(options)
     sizes = read_row(options.row)
     mend_windows()
     config, model = build(sizes, options)
@@ -337,19 +362,9 @@ def main() -> None:
         step = make_plain_step(model, lambda: model(tokens, positions, None, labels=labels).float().mean(), num_micro)
     else:
         step = make_main_step(config, model, sizes, num_micro, (tokens, positions, labels))
-    for _ in range(4):
-        step()
-    times = []
-    for _ in range(options.steps):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
+    seconds = time_steps(step, options.steps)
     peak = torch.cuda.max_memory_allocated()
     kernels = profile_step(step) if dist.get_world_size() > 1 or options.kernels else []
-    seconds = statistics.median(times)
     if dist.get_rank() == 0:
         line = {
             "row": options.row,
