@@ -7,7 +7,8 @@
 
 Each row is a run of trainer/pretrain.py in a process of its own, once for every `--flags`, in turn; the figures are
 the last line of its log (means over the last `--window` steps). With several `--ranks` one more step is profiled, for
-the time in which a kernel of NCCL ran and no other, as the rival measures it. With `--rival` Megatron-Core runs in
+the time in which a kernel of NCCL ran and no other, as the rival measures it; with `--kernels N` too, and the N kernels
+with the most time are listed. With `--rival` Megatron-Core runs in
 turn with them, in the same recipe (bf16 weights and states if the flags say `--all-bf16`, else fp32 masters and sums),
 once for every `--rival`, which are flags of `rival_megatron.py`. Writes JSON to `benches/results/`; `merge.py` makes
 the table.
@@ -41,6 +42,8 @@ ROWS = {
     f"{UNTIED} --seq-length 2048 --micro-batch-size 8 --global-batch-size 32",
     "gpt-6.7b": "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 2 "
     "--global-batch-size 4 --all-bf16",
+    "llama-6.7b": f"--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 {LLAMA} "
+    f"{UNTIED} --seq-length 4096 --micro-batch-size 2 --global-batch-size 4 --all-bf16",
     "moe-8x1b": f"--num-layers 12 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5632 {LLAMA} "
     "--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --seq-length 2048 --micro-batch-size 8 "
     "--global-batch-size 32",
@@ -86,11 +89,10 @@ def run_rival(row: str, flags: str, options: argparse.Namespace, *, recipe: str)
 def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]:
     """One run; the last line of its log, or what it said when it failed."""
     with tempfile.TemporaryDirectory() as folder:
-        last = options.steps + (options.ranks > 1)
+        is_profiled = options.ranks > 1 or options.kernels > 0
+        last = options.steps + is_profiled
         steps = ["--train-iters", str(last), "--log-interval", str(options.window), "--run-dir", folder]
-        profile = (
-            f"--profile --profile-step-start {last} --profile-step-end {last}".split() if options.ranks > 1 else []
-        )
+        profile = f"--profile --profile-step-start {last} --profile-step-end {last}".split() if is_profiled else []
         words = [*ROWS[row].split(), *COMMON.split(), *flags.split(), "--data-path", options.data, *steps, *profile]
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
         launcher = ranks if options.ranks > 1 else []
@@ -104,8 +106,11 @@ def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]
         total = values[-1]["tokens_per_s_per_gpu"] * options.ranks
         found = {"row": row, "flags": flags, "first": values[0], "tokens_per_s": total, **values[-1]}
         if profile:
-            table = (Path(folder) / "profile" / f"rank_0_to_{last}.txt").read_text(encoding="utf-8")
+            stem = Path(folder) / "profile" / f"rank_0_to_{last}"
+            table = stem.with_suffix(".txt").read_text(encoding="utf-8")
+            trace = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
             found |= {"exposed_communication_s": read_exposed(table), "profile": table}
+            found["kernels"] = list_longest(trace["traceEvents"], options.kernels)
         return found
 
 
@@ -113,6 +118,17 @@ def read_exposed(table: str) -> float:
     """Seconds of a profiled step in which a kernel of NCCL ran and no other: the last column below `NCCL kernel`."""
     below = table.partition("NCCL kernel")[2].splitlines()[1:]
     return sum(float(line.split()[-1]) for line in below if line.strip()) / 1e3
+
+
+def list_longest(events: list[dict[str, Any]], count: int) -> list[tuple[str, float, int]]:
+    """The kernels of a trace with the most time: name, milliseconds and calls of the step."""
+    totals: dict[str, tuple[float, int]] = {}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            time, calls = totals.get(event["name"], (0.0, 0))
+            totals[event["name"]] = time + event["dur"] / 1e3, calls + 1
+    longest = sorted(totals.items(), key=lambda item: -item[1][0])[:count]
+    return [(name[:120], round(time, 3), calls) for name, (time, calls) in longest]
 
 
 def run_round(row: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -135,6 +151,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of a run (default: 1)")
     parser.add_argument("--steps", type=int, default=30, help="steps of a run (default: 30)")
     parser.add_argument("--window", type=int, default=10, help="steps of the figures (default: 10)")
+    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels with the most time (default: 0)")
     parser.add_argument("--out", type=Path, default=ROOT / "benches" / "results" / "gpu-train.json")
     parser.add_argument(
         "--rival", action="append", default=[], metavar="FLAGS", help="Megatron-Core in turn, with these flags"
