@@ -31,10 +31,12 @@ TITLES = (
 
 
 def name_recipe(result: dict[str, Any], rows: dict[str, str]) -> str:
-    """`bf16` or `fp32` for weights and states, with fp8 if the products are."""
+    """`bf16` or `fp32` for weights and states, with fp8 if the products are; even load if routers choose at random."""
     flags = f"{rows.get(result['row'], '')} {result['flags']}"
     own = result.get("recipe") or ("bf16" if "--all-bf16" in flags else "fp32")
-    return f"{own} fp8" if "fp8" in result["flags"] else own
+    own += " fp8" if "fp8" in result["flags"] else ""
+    is_even = any(flag in flags for flag in ("--moe-router-force-load-balancing", "--force-balance"))
+    return f"{own}, even load" if is_even else own
 
 
 def group(results: Sequence[dict[str, Any]], rows: dict[str, str]) -> dict[tuple[str, str], dict[str, list[Any]]]:

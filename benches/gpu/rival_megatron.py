@@ -111,6 +111,7 @@ def read_row(row: str) -> argparse.Namespace:
     parser.add_argument("--position-embedding-type", default="learned_absolute")
     for name in ("swiglu", "disable-bias-linear", "untie-embeddings-and-output-weights", "all-bf16"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--moe-router-force-load-balancing", action="store_true")
     return parser.parse_args(ROWS[row].split())
 
 
@@ -151,6 +152,7 @@ def configure(sizes: argparse.Namespace, options: argparse.Namespace) -> Any:
             "moe_router_topk": sizes.moe_router_topk,
             "moe_aux_loss_coeff": sizes.moe_aux_loss_coeff,
             "moe_router_load_balancing_type": "aux_loss",
+            "moe_router_force_load_balancing": sizes.moe_router_force_load_balancing,
             "moe_grouped_gemm": True,
             "moe_token_dispatcher_type": "alltoall",
             "moe_permute_fusion": True,
@@ -310,6 +312,7 @@ def parse_options() -> argparse.Namespace:
         help="flash-attn 4 or cuDNN (default: auto, Transformer Engine's choice)",
     )
     parser.add_argument("--no-fusion", action="store_true", help="without fp32 sums in products and fused routers")
+    parser.add_argument("--force-balance", action="store_true", help="routers choose at random, so that load is even")
     parser.add_argument("--kernels", type=int, default=0, help="list so many kernels with the most time (default: 0)")
     parser.add_argument("--steps", type=int, default=8, help="steps that are timed, after 4 others (default: 8)")
     return parser.parse_args()
@@ -351,6 +354,7 @@ def main() -> None:
     options = parse_options()
     join_ranks(options)
     sizes = read_row(options.row)
+    sizes.moe_router_force_load_balancing |= options.force_balance
     mend_windows()
     config, model = build(sizes, options)
     error = check_attention(sizes)

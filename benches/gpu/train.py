@@ -6,12 +6,13 @@
     python3 benches/gpu/train.py --data PREFIX gpt-1.3b --rival="" --rival="--no-fusion" --rounds 3
 
 Each row is a run of trainer/pretrain.py in a process of its own, once for every `--flags`, in turn; the figures are
-the last line of its log (means over the last `--window` steps). With several `--ranks` one more step is profiled, for
-the time in which a kernel of NCCL ran and no other, as the rival measures it; with `--kernels N` too, and the N kernels
-with the most time are listed. With `--rival` Megatron-Core runs in
-turn with them, in the same recipe (bf16 weights and states if the flags say `--all-bf16`, else fp32 masters and sums),
-once for every `--rival`, which are flags of `rival_megatron.py`. Writes JSON to `benches/results/`; `merge.py` makes
-the table.
+the last line of its log (means over the last `--window` steps). With several `--ranks` one more step is profiled,
+for the time in which a kernel of NCCL ran and no other, as the rival measures it; with `--kernels N` too,
+and the N kernels with the most time are listed. With `--rival` Megatron-Core runs in turn with them, in the same recipe
+(bf16 weights and states if the flags say `--all-bf16`, else fp32 masters and sums), once for every `--rival`, which are
+flags of `rival_megatron.py`. Where the flags let routers choose at random (`--moe-router-force-load-balancing`)
+`--force-balance` is added for the rival, so that both sides have even load. Writes JSON to `benches/results/`;
+`merge.py` makes the table.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ COMMON = (
     "--bf16 --vocab-size 50257 --make-vocab-size-divisible-by 128 --hidden-dropout 0 --attention-dropout 0 --lr 3e-4 "
     "--min-lr 3e-5 --lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.1 --eval-interval 0 --split 100,0,0"
 )
+RANDOM = "--moe-router-force-load-balancing"
 SHOWN = (
     "tokens_per_s",
     "tokens_per_s_per_gpu",
@@ -132,14 +134,18 @@ def list_longest(events: list[dict[str, Any]], count: int) -> list[tuple[str, fl
 
 
 def run_round(row: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each of the runs of a row once; the rival in every recipe that the flags ask for."""
-    recipes = []
+    """Each of the runs of a row once; the rival in every recipe, and with every choice of routers, that the flags ask
+    for.
+    """
+    kinds = []
     for flags in options.flags or [""]:
         yield run_row(row, flags, options)
-        recipes.append("bf16" if "--all-bf16" in f"{ROWS[row]} {flags}" else "fp32")
-    for recipe in dict.fromkeys(recipes):
+        words = f"{ROWS[row]} {flags}".split()
+        kinds.append(("bf16" if "--all-bf16" in words else "fp32", RANDOM in words))
+    for recipe, is_random in dict.fromkeys(kinds):
         for flags in options.rival:
-            yield run_rival(row, flags, options, recipe=recipe)
+            forced = " --force-balance" if is_random and "--force-balance" not in flags else ""
+            yield run_rival(row, f"{flags}{forced}".strip(), options, recipe=recipe)
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ SMALL = "--ddp-bucket-size 4000"
 BALANCE = "--moe-aux-loss-coeff 1 --moe-router-load-balancing-type"
 EVEN, GLOBALLY = f"{BALANCE} aux_loss", f"{BALANCE} global_aux_loss"
 MUON = "--optimizer muon"
+RANDOM = "--moe-router-force-load-balancing"
 UNEVEN = (0, 1, 2, 5)
 """Samples with few tokens that count: neither micro-batches of one or two nor ranks have equally many."""
 PRECISION = {"losses": 2e-5, "norms": 1e-5, "weights": 1e-4}
@@ -115,6 +116,10 @@ CASES = {
     "ep2_hybrid_zero1": Case("moe_bias", f"{EP2} {ZERO1} {HYBRID} {SMALL}", 4),
     "ep2.tp2.dp2": Case("moe", f"{EP2} {TP2} {SP} {ZERO1} {SMALL}", 8, micro=1),
     "ep4.tp2_folded": Case("moe_bias", f"{EP4} {TP2} {ETP1}", 8, micro=1),
+    "ep2_random": Case("moe", EP2, 2, micro=1, common=RANDOM),
+    "ep2.tp2_random": Case("moe_bias", f"{EP2} {TP2} {SP} --recompute-granularity full", 4, common=RANDOM),
+    "ep2.cp2_random": Case("moe", f"{EP2} {CP2} {GATHER}", 2, common=RANDOM),
+    "ep2.pp2_random": Case("moe_bias", f"{EP2} {PP2}", 4, micro=1, common=RANDOM),
     "ep2_muon": Case("moe", EP2, 2, common=MUON),
     "tp2_muon": Case("moe_bias", f"{TP2} {SP}", 2, common=MUON),
     "ep2.tp2_muon": Case("moe_bias", f"{EP2} {TP2}", 4, common=MUON),
@@ -141,6 +146,7 @@ EVERY_TIME = (
         "ep2_even_globally",
     ),
     "ep2_masked",
+    "ep2_random",
 )
 
 

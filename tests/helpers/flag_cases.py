@@ -74,6 +74,7 @@ MODEL = {
     "--moe-router-group-topk": (f"{MANY} 4", f"{MANY} 4 --moe-router-group-topk 2"),
     "--moe-router-topk-scaling-factor": (EXPERTS, f"{EXPERTS} --moe-router-topk-scaling-factor 2"),
     "--moe-input-jitter-eps": (EXPERTS, f"{EXPERTS} --moe-input-jitter-eps 0.5"),
+    "--moe-router-force-load-balancing": (EXPERTS, f"{EXPERTS} --moe-router-force-load-balancing"),
     "--moe-router-load-balancing-type": tuple(
         f"{EXPERTS} --moe-aux-loss-coeff 1 --moe-router-load-balancing-type {x}" for x in ("aux_loss", "seq_aux_loss")
     ),

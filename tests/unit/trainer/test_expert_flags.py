@@ -109,6 +109,14 @@ def test_a_shared_expert_that_cannot_be_computed_meanwhile_is_said(flags: str, i
     assert len(found) == is_idle, notes
 
 
+def test_routers_that_choose_at_random_are_said() -> None:
+    words = [*TINY, "--train-iters", "1", "--data-path", "x", "--moe-router-force-load-balancing"]
+    said = "routers choose at random (--moe-router-force-load-balancing)"
+    for experts, count in ([], 0), (["--num-experts", "4"], 1):
+        _, notes = read_command([*words, *experts], world_size=1)
+        assert sum(note.startswith(said) for note in notes) == count, notes
+
+
 def test_a_rank_that_gets_no_rows_multiplies_none() -> None:
     matrices = torch.ones(2, 8, 16, requires_grad=True)
     for product in (LOOP, GROUPED):

@@ -16,6 +16,7 @@ from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.moe import MoE, make_order
 from megaflow_trainer.model.routing import Router, Routing, choose, keep_first, take_best
 from megaflow_trainer.model.sockets import Sockets
+from megaflow_trainer.ops.dropout import draw_scores
 from megaflow_trainer.ops.grouped import GROUPED, LOOP
 
 B, S, H, E = 3, 8, 16, 6
@@ -338,6 +339,52 @@ def test_jitter_is_drawn_by_place_in_training_alone() -> None:
     assert one.mean().item() == pytest.approx(1.0, abs=0.02)
     router.eval()
     assert torch.equal(router(x, seen[0][1]).chosen, router(x, seen[1][1]).chosen)
+
+
+def choose_at_random(config: ModelConfig, keys: Tensor, *, layer: int = 0, length: int = 1024) -> Tensor:
+    """Choices of a layer's router for samples with these keys, `[b, s, k]`; in training and in evaluation."""
+    router = Router(config, -2 - layer)
+    torch.nn.init.zeros_(router.weight)
+    x = torch.ones(len(keys), length, H)
+    context = make_context(Places(config), torch.zeros(len(keys), length), keys=keys)
+    chosen = router(x, context).chosen
+    assert torch.equal(router.eval()(x, context).chosen, chosen)
+    return chosen.view(len(keys), length, -1)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "one", "sigmoid", "groups"])
+def test_random_choices_are_even_and_follow_from_layer_and_token(kind: str) -> None:
+    config = dataclasses.replace(PLAIN, is_router_random=True, **KINDS[kind])
+    keys = torch.arange(4) * 7919
+    chosen = choose_at_random(config, keys)
+    counts = torch.bincount(chosen.flatten(), minlength=E).double()
+    assert (counts / counts.mean() - 1).abs().max() < 0.1  # 4096 tokens; one expert of one choice: 3.5 % as a rule
+    halves = [choose_at_random(config, part) for part in keys.split(2)]
+    assert torch.equal(torch.cat(halves), chosen)
+    other = choose_at_random(config, keys, layer=1)
+    assert (chosen == other).all(dim=-1).double().mean() < 0.2  # by chance 1 of 6 single experts, 1 of 30 pairs
+    assert not torch.equal(chosen[0], chosen[1])
+
+
+@pytest.mark.parametrize("kind", ["softmax", "pre_softmax", "sigmoid", "groups"])
+def test_scores_that_random_numbers_stand_in_for_get_their_gradient(kind: str) -> None:
+    config, layer = make(is_router_random=True, capacity_factor=1.0, **KINDS[kind])
+    router, x = layer.router, make_input()
+    context = make_context(Places(config), torch.zeros(B, S))
+    assert context.rows is not None
+    drawn = draw_scores(context.rows, router.site, E, torch.float64).flatten(0, 1).requires_grad_()
+    chosen, weights = choose(drawn, config, router.expert_bias)
+    routing = router(x, context)
+    assert torch.equal(routing.chosen, chosen)
+    assert torch.equal(routing.weights, weights)
+    slope = torch.randn(weights.shape, dtype=torch.float64)
+    (by_score,) = torch.autograd.grad((weights * slope).sum(), drawn)
+    found = torch.autograd.grad((routing.weights * slope).sum(), [x, router.weight])
+    torch.testing.assert_close(found[0], (by_score @ router.weight).view_as(x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[1], by_score.T @ x.flatten(0, 1), rtol=1e-12, atol=1e-12)
+    assert found[1].abs().max() > 1e-3
+    (by_layer,) = torch.autograd.grad(layer(x, context).square().sum(), router.weight)
+    assert by_layer.abs().max() > 1e-3
 
 
 def test_experts_are_drawn_one_by_one_so_that_a_part_is_drawn_alike() -> None:

@@ -42,6 +42,9 @@ class ExpertConfig:
     """What the weights of the chosen experts are multiplied by."""
     router_jitter: float = 0.0
     """The router's input is multiplied by random numbers in 1 +- this, in training."""
+    is_router_random: bool = False
+    """Whether random numbers take the place of scores, so that load is even, in evaluation too: for benchmarks, since
+    nothing is learnt of routing."""
     has_expert_bias: bool = False
     """Whether a bias for each expert, which takes part in the choice alone, is moved against its load after each
     step."""

@@ -92,6 +92,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--moe-router-group-topk", "model.router_group_top_k"),
     Flag("--moe-router-topk-scaling-factor", "model.router_scale"),
     Flag("--moe-input-jitter-eps", "model.router_jitter"),
+    Flag("--moe-router-force-load-balancing", "model.is_router_random", constant=True),
     Flag("--moe-router-enable-expert-bias", "model.has_expert_bias", constant=True),
     Flag("--moe-router-bias-update-rate", "model.expert_bias_rate"),
     Flag("--moe-router-load-balancing-type", "model.balance_kind"),

@@ -52,7 +52,7 @@ _DEPENDENCES = (
             *("expert_layers", "expert_dim", "shared_dim", "router_top_k", "router_score", "router_pre_softmax"),
             *("router_groups", "router_group_top_k", "router_scale", "router_jitter", "has_expert_bias"),
             *("balance_kind", "aux_loss_scale", "z_loss_scale", "capacity_factor", "drop_policy"),
-            *("pads_to_capacity", "expert_kernel"),
+            *("pads_to_capacity", "expert_kernel", "is_router_random"),
         ),
         "--num-experts",
         lambda config: config.model.num_experts is not None,

@@ -182,8 +182,9 @@ class ModelConfig(ExpertConfig):
 
     @property
     def has_noise(self) -> bool:
-        """Whether training draws random numbers by the tokens' places: dropout, or jitter of routers."""
-        return self.hidden_dropout > 0 or (self.num_experts is not None and self.router_jitter > 0)
+        """Whether random numbers are drawn by the tokens' places: dropout, or jitter or choices of routers."""
+        is_router_noisy = self.router_jitter > 0 or self.is_router_random
+        return self.hidden_dropout > 0 or (self.num_experts is not None and is_router_noisy)
 
     @property
     def has_qkv_bias(self) -> bool:

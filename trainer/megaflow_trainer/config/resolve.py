@@ -67,4 +67,9 @@ def _list_notes(config: TrainConfig) -> list[str]:
         notes.append("--sequence-parallel has no effect at tensor-parallel size 1")
     if config.data.vocab_file and not config.data.tokenizer_type:
         notes.append("vocabulary and merges without --tokenizer-type: taken as a GPT-2 byte-level BPE")
+    if config.model.num_experts is not None and config.model.is_router_random:
+        notes.append(
+            "routers choose at random (--moe-router-force-load-balancing): for benchmarks, the model learns nothing of "
+            "routing"
+        )
     return notes

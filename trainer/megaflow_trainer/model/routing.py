@@ -1,7 +1,8 @@
 """Which experts a token takes, with which weights, and the losses that keep the choice even.
 
 All of it is in fp32 whatever the weights and activations are (fp64 in fp64). Ties go to the expert with the smaller
-number, on every device.
+number, on every device. Where the configuration asks for it random numbers that follow from layer and token stand in
+for the scores, which get their gradient.
 
 Losses. A layer's balance loss over the tokens T of a unit (a sample, or a micro-batch) is e sum_i f_i p_i, where f_i is
 the part of the choices of T that went to expert i and p_i the mean probability of expert i: 1 if all are alike, the
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.context import Context
-from megaflow_trainer.ops.dropout import jitter
+from megaflow_trainer.ops.dropout import draw_scores, jitter
 
 
 class Routing(NamedTuple):
@@ -72,10 +73,11 @@ class Router(nn.Module):
         config, b = self.config, x.shape[0]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.training and config.router_jitter:
-            assert context is not None
-            assert context.rows is not None, "made where the configuration has jitter"
-            wide = jitter(wide, context.rows, self.site, config.router_jitter)
+            wide = jitter(wide, _find_rows(context), self.site, config.router_jitter)
         logits = wide.flatten(0, -2) @ self.weight.to(wide.dtype).T  # [t, e]
+        if config.is_router_random:
+            drawn = draw_scores(_find_rows(context), self.site, logits.shape[1], logits.dtype)
+            logits = drawn.flatten(0, -2) + (logits - logits.detach())  # a zero with their gradient: rounds nothing
         chosen, weights = choose(logits, config, self.expert_bias)
         kept, num_rows = self._limit(chosen, weights)
         if not self.training:
@@ -108,6 +110,13 @@ class Router(nn.Module):
             probabilities = normalise(logits, config).view(len(units), -1, logits.shape[1])
             balance = sum_balance(probabilities, chosen.reshape(len(units), -1), units, self.share)
         return balance, z
+
+
+def _find_rows(context: Context | None) -> Tensor:
+    """Numbers of the tokens, `[b, s]`."""
+    assert context is not None
+    assert context.rows is not None, "made where the configuration has noise"
+    return context.rows
 
 
 class Tally:

@@ -50,6 +50,11 @@ def jitter(x: Tensor, rows: Tensor, site: int, size: float) -> Tensor:
     return x * (1 - size + bits.to(x.dtype) * (2 * size / 2**31))
 
 
+def draw_scores(rows: Tensor, site: int, num_channels: int, dtype: torch.dtype) -> Tensor:
+    """Random numbers between -1 and 1, evenly spread, that follow from their places, `[b, s, h]`."""
+    return draw_bits(rows, site, num_channels).to(dtype) * (2 / 2**31) - 1
+
+
 def make_mask(rows: Tensor, site: int, num_channels: int, p: float) -> Tensor:
     """`[b, s, h]` bool, true where an element is kept."""
     return draw_bits(rows, site, num_channels) >= round(p * 2**31)
