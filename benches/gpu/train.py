@@ -7,7 +7,7 @@
 
 Each row is a run of trainer/pretrain.py in a process of its own, once for every `--flags`, in turn; the figures are
 the last line of its log (means over the last `--window` steps). With several `--ranks` one more step is profiled,
-for the time in which a kernel of NCCL ran and no other, as the rival measures it; with `--kernels N` too,
+kernels only, for the time in which a kernel of NCCL ran and no other, as the rival measures it; with `--kernels N` too,
 and the N kernels with the most time are listed. With `--rival` Megatron-Core runs in turn with them, in the same recipe
 (bf16 weights and states if the flags say `--all-bf16`, else fp32 masters and sums), once for every `--rival`, which are
 flags of `rival_megatron.py`. Where the flags let routers choose at random (`--moe-router-force-load-balancing`)
@@ -94,7 +94,8 @@ def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]
         is_profiled = options.ranks > 1 or options.kernels > 0
         last = options.steps + is_profiled
         steps = ["--train-iters", str(last), "--log-interval", str(options.window), "--run-dir", folder]
-        profile = f"--profile --profile-step-start {last} --profile-step-end {last}".split() if is_profiled else []
+        profile = f"--profile --profile-kernels-only --profile-step-start {last} --profile-step-end {last}".split()
+        profile = profile if is_profiled else []
         words = [*ROWS[row].split(), *COMMON.split(), *flags.split(), "--data-path", options.data, *steps, *profile]
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
         launcher = ranks if options.ranks > 1 else []

@@ -256,6 +256,7 @@ WATCH: dict[str, str | tuple[str, str]] = {
     "--profile-step-start": "--profile-step-start 3",
     "--profile-step-end": "--profile-step-end 30",
     "--profile-ranks": "--profile-ranks 0 1",
+    "--profile-kernels-only": "--profile --profile-kernels-only",
     "--max-nonfinite-steps": "--max-nonfinite-steps 9",
     "--spike-threshold": "--spike-threshold 4",
     "--spike-window": "--spike-window 32",

@@ -152,6 +152,16 @@ def test_a_profile_shows_the_kernels(tmp_path: Path) -> None:
     assert "phase" in table
 
 
+def test_a_profile_of_kernels_alone_has_their_times(tmp_path: Path) -> None:
+    steps = ["--profile-step-start", "5", "--profile-step-end", "6", "--run-dir", str(tmp_path)]
+    run_tiny(write_pair(tmp_path / "toy"), [*LENGTH, "--profile", "--profile-kernels-only", *steps], one_gpu())
+    table = (tmp_path / "profile" / "rank_0_to_6.txt").read_text()
+    first = table.splitlines()[1]  # the kernel with the most time
+    assert float(first.split()[-2]) > 0
+    assert "no kernel ran for " in table
+    assert not any(word in table for word in ("phase", "aten::", "cudaLaunchKernel"))
+
+
 def test_flash_attention_equals_attention_written_out() -> None:
     q, k, v = torch.randn(3, 2, 4, 64, 32, device="cuda").bfloat16()
     torch.testing.assert_close(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,19 +12,24 @@ import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity
 
 from helpers.pairs import write_pair
-from helpers.runs import TINY, read_metrics, run_tiny
+from helpers.runs import TINY, one_rank, read_metrics, run_tiny
 from megaflow import GPTDataset, IndexedDataset
 from megaflow.blend import BlendedDataset
 from megaflow.errors import ConfigError, MegaflowError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.exit_codes import DIVERGED, FAULT, HUNG, MEANINGS, OUT_OF_MEMORY, RANK_LOST
 from megaflow_trainer.training import build as build_module
+from megaflow_trainer.training import profile as profile_module
 from megaflow_trainer.training import step as step_module
 from megaflow_trainer.training.clock import FORWARD, Clock
 from megaflow_trainer.training.documents import Documents, describe_documents
@@ -33,7 +39,7 @@ from megaflow_trainer.training.manifest import Ending
 from megaflow_trainer.training.oom import ShortageError, is_out_of_memory
 from megaflow_trainer.training.peers import PeerWatch
 from megaflow_trainer.training.processes import Process
-from megaflow_trainer.training.profile import format_table, measure_union
+from megaflow_trainer.training.profile import Profiler, format_table, measure_union
 from megaflow_trainer.training.sinks import make_strict
 from megaflow_trainer.training.spikes import SpikeWatch
 from megaflow_trainer.training.watchdog import Watchdog
@@ -377,6 +383,53 @@ def test_a_profile_tells_messages_by_axis_and_what_of_nccl_was_exposed() -> None
     assert ["SendRecv", "0.500", "0.000"] in rows
     assert not any(row and row[0].startswith("nccl:") for row in rows)
     assert ["no", "kernel", "ran", "for", "12.5%", "of", "8.0", "ms"] in rows
+
+
+def test_a_profile_without_the_host_lists_kernels_alone() -> None:
+    def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA) -> FunctionEvent:
+        return FunctionEvent(1, name, 0, start, end, use_device="cuda", device_type=device)
+
+    events = [
+        event("cudaLaunchKernel", 0, 9000, DeviceType.CPU),  # the driver's calls are in such a trace
+        event("gemm", 0, 4000),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)", 3000, 6000),
+        event("gemm", 7000, 8000),
+    ]
+    lines = format_table(events, 2, is_cuda=True, has_host=False).splitlines()
+    assert lines[0].split() == ["kernel,", "by", "its", "time", "ms/step", "calls/step"]
+    assert [line.split()[0] for line in lines[1:3]] == ["gemm", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(int)"]
+    assert [line.split()[1:] for line in lines[1:3]] == [["2.500", "1.0"], ["1.500", "0.5"]]
+    rows = [line.split() for line in lines[3:]]
+    assert rows[1] == ["no", "kernel", "ran", "for", "12.5%", "of", "8.0", "ms"]
+    assert rows[-1] == ["AllReduce_Sum_f32_RING_LL", "1.500", "1.000"]
+    assert not any(word in "\n".join(lines) for word in ("phase", "host", "cudaLaunchKernel"))
+
+
+def test_a_profile_of_kernels_alone_is_told_to_be_none_on_a_cpu(
+    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = ["--profile-step-start", "3", "--profile-step-end", "3", "--run-dir", str(tmp_path)]
+    run_tiny(prefix, [*LENGTH, "--profile", "--profile-kernels-only", *steps])
+    assert "note: --profile-kernels-only has no effect on a CPU" in capsys.readouterr().out
+    assert "forward" in (tmp_path / "profile" / "rank_0_to_3.txt").read_text()
+
+
+def test_a_profile_of_kernels_alone_traces_no_operations_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(profile_module, "profile", lambda **options: made.append(options) or MagicMock())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    gpu, words = dataclasses.replace(one_rank(), device=torch.device("cuda")), ["--profile", "--profile-kernels-only"]
+    named = []
+    for flags in (words[:1], words):
+        config = read_command([*TINY, "--data-path", "x", "--train-iters", "20", *flags], world_size=1)[0]
+        clock = Clock(torch.device("cpu"))
+        Profiler(config, gpu, clock).before(10)
+        named.append((clock.is_traced, gpu.traffic.is_traced))
+    assert [options["activities"] for options in made] == [
+        [ProfilerActivity.CPU, ProfilerActivity.CUDA],
+        [ProfilerActivity.CUDA],
+    ]
+    assert named == [(True, True), (False, False)]
 
 
 def test_tensorboard_gets_the_same_numbers(prefix: str, tmp_path: Path) -> None:

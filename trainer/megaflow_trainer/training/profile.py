@@ -33,6 +33,7 @@ class Profiler:
         own, self.mesh, self.clock = config.log, mesh, clock
         self.is_on = own.is_profiled and str(mesh.rank) in own.profile_ranks
         self.first, self.last = own.profile_start, own.profile_end
+        self.has_host = own.profiles_host or mesh.device.type != "cuda"
         self.folder = Path(own.run_dir or ".") / "profile"
         self.num_steps = 0
         self._profile: Any = None
@@ -50,13 +51,13 @@ class Profiler:
     def before(self, step: int) -> None:
         """Begin if this is the first profiled step (of those that are left after a resume)."""
         if self.is_on and self._profile is None and self.first <= step <= self.last:
-            activities = [ProfilerActivity.CPU]
+            activities = [ProfilerActivity.CPU] if self.has_host else []
             if self.mesh.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
                 torch.cuda.synchronize(self.mesh.device)
             self._profile, self.num_steps = profile(activities=activities, acc_events=True), 0
             self._profile.start()
-            self.clock.is_traced = self.mesh.traffic.is_traced = True
+            self.clock.is_traced = self.mesh.traffic.is_traced = self.has_host
 
     def after(self, step: int) -> None:
         """End and write if this was the last profiled step; waits for the device then."""
@@ -76,28 +77,30 @@ class Profiler:
         self.folder.mkdir(parents=True, exist_ok=True)
         stem = self.folder / f"rank_{self.mesh.rank}_to_{step}"
         done.export_chrome_trace(f"{stem}.json")
-        table = format_table(done.events(), self.num_steps, is_cuda=self.mesh.device.type == "cuda")
+        is_cuda = self.mesh.device.type == "cuda"
+        table = format_table(done.events(), self.num_steps, is_cuda=is_cuda, has_host=self.has_host)
         Path(f"{stem}.txt").write_text(table + "\n", encoding="utf-8")
         say(self.mesh, f" profile of {self.num_steps} steps: {stem}.json for a trace viewer, the table in {stem}.txt")
         say(self.mesh, table)
 
 
-def format_table(events: Sequence[Any], num_steps: int, *, is_cuda: bool) -> str:
-    """Phases, the operations with the most time of their own, and on a GPU how long no kernel ran. ms per step."""
-    phases = [event for event in events if event.name.startswith(_PHASE) and event.device_type.name == "CPU"]
-    lines = [f"{'phase':<40} {'host ms/step':>14}"]
-    names = dict.fromkeys(event.name for event in phases)
-    for name in names:
-        total = sum(event.cpu_time_total for event in phases if event.name == name)
-        lines.append(f"{name.removeprefix(_PHASE):<40} {total / 1e3 / num_steps:>14.3f}")
-    lines += _list_messages(events, num_steps)
+def format_table(events: Sequence[Any], num_steps: int, *, is_cuda: bool, has_host: bool = True) -> str:
+    """Phases, the operations with the most time of their own, and on a GPU how long no kernel ran. ms per step.
+
+    Without `has_host` no operation on the host was traced: what calls of the driver leave in the trace is passed over,
+    and the operations are kernels.
+    """
+    if not has_host:
+        events = [event for event in events if event.device_type.name == "CUDA"]
+    lines = _list_phases(events, num_steps) + _list_messages(events, num_steps)
     field = "self_device_time_total" if is_cuda else "self_cpu_time_total"
     by_name: dict[str, tuple[float, int]] = {}
     for event in events:
         if not event.name.startswith((_PHASE, LABEL, "Profiler", "nccl:")):
             time, calls = by_name.get(event.name, (0.0, 0))
             by_name[event.name] = (time + getattr(event, field), calls + 1)
-    lines += ["", f"{'operation, by its own time on the device':<60} {'ms/step':>10} {'calls/step':>11}"]
+    title = "operation, by its own time on the device" if has_host else "kernel, by its time"
+    lines += [*([""] if lines else []), f"{title:<60} {'ms/step':>10} {'calls/step':>11}"]
     for name, (time, calls) in sorted(by_name.items(), key=lambda item: -item[1][0])[:_ROWS]:
         lines.append(f"{name[:60]:<60} {time / 1e3 / num_steps:>10.3f} {calls / num_steps:>11.1f}")
     if is_cuda:
@@ -109,6 +112,16 @@ def format_table(events: Sequence[Any], num_steps: int, *, is_cuda: bool) -> str
             lines += ["", f"no kernel ran for {1 - measure_union(kernels) / whole:.1%} of {whole / 1e3:.1f} ms"]
         lines += _list_transfers(on_device, num_steps)
     return "\n".join(lines)
+
+
+def _list_phases(events: Sequence[Any], num_steps: int) -> list[str]:
+    """Host time by phase; nothing where none is named."""
+    phases = [event for event in events if event.name.startswith(_PHASE) and event.device_type.name == "CPU"]
+    lines = [f"{'phase':<40} {'host ms/step':>14}"] if phases else []
+    for name in dict.fromkeys(event.name for event in phases):
+        total = sum(event.cpu_time_total for event in phases if event.name == name)
+        lines.append(f"{name.removeprefix(_PHASE):<40} {total / 1e3 / num_steps:>14.3f}")
+    return lines
 
 
 def _list_messages(events: Sequence[Any], num_steps: int) -> list[str]:
