@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,21 @@ def test_threads_and_prefetch_change_the_loader_and_not_the_samples(
     one, two = observe(prefix, tmp_path / "a", "", capsys), observe(prefix, tmp_path / "b", flags, capsys)
     assert seen[0] != seen[1]
     assert one["curve"] == two["curve"]
+
+
+@pytest.mark.parametrize("given, tp, kept", [(None, 2, "1"), ("8", 2, "8"), (None, 1, None)])
+def test_kernels_begin_as_launched_where_products_have_collectives_beside_them(
+    given: str | None, tp: int, kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megaflow_trainer.config.sections import ParallelConfig
+    from megaflow_trainer.parallel.mesh import keep_launch_order
+
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    environment = {} if given is None else {name: given}
+    monkeypatch.setattr(os, "environ", environment)
+    keep_launch_order(ParallelConfig(tp=tp))
+    assert environment.get(name) == kept
 
 
 def test_the_backend_is_the_one_asked_for_where_a_gpu_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:

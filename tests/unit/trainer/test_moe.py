@@ -18,6 +18,7 @@ from megaflow_trainer.model.routing import Router, Routing, choose, keep_first, 
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.dropout import draw_scores
 from megaflow_trainer.ops.grouped import GROUPED, LOOP
+from megaflow_trainer.parallel.expert import find_places
 
 B, S, H, E = 3, 8, 16, 6
 PLAIN = ModelConfig(
@@ -318,6 +319,22 @@ def test_copies_of_parts_lie_behind_each_other_and_are_choices_of_their_own() ->
     assert twice.sources.tolist() == [0, 2, 1, 2, 0, 2, 1, 2, 0, 1, 0, 1]
     assert (twice.slots % 4).tolist() == [1, 0, 0, 1, 3, 2, 2, 3, 0, 1, 2, 3]
     assert twice.places.tolist() == [[8, 0, 10, 4], [2, 9, 6, 11], [1, 3, 5, 7]]
+
+
+@pytest.mark.parametrize(
+    "arriving", [[[2, 0, 1], [1, 3, 0]], [[0, 0], [0, 4]], [[0]], [[5, 1, 2, 0], [0, 0, 0, 0], [1, 1, 1, 1]]]
+)
+def test_rows_that_come_rank_by_rank_are_put_by_expert_and_back(arriving: list[list[int]]) -> None:
+    counts = torch.tensor(arriving)
+    experts = torch.arange(counts.shape[1]).repeat(len(counts)).repeat_interleave(counts.flatten())
+    from_ranks, from_experts = find_places(counts, len(experts))
+    assert torch.equal(from_ranks, experts.sort(stable=True).indices)
+    assert torch.equal(from_ranks[from_experts], torch.arange(len(experts)))
+
+
+@pytest.mark.parametrize("known", [None, [2, 0, 1]])
+def test_the_loop_reads_sizes_from_the_device_only_where_the_host_does_not_know_them(known: list[int] | None) -> None:
+    assert LOOP.prepare(torch.tensor([1, 1, 1]), known) == (known or [1, 1, 1])
 
 
 def test_jitter_is_drawn_by_place_in_training_alone() -> None:

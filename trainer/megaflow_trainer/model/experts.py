@@ -8,6 +8,7 @@ Legend: r rows (tokens in the order of their experts), h hidden, e experts that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,9 +55,11 @@ class Experts(nn.Module):
         self.has_bias_turn = True
         """Whether this rank adds the bias of `down`: one of those that share an expert does."""
 
-    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """`[r, h]` to `[r, h]`; `counts`, int64 `[e]`, says how many rows each expert has, the first ones first."""
-        sizes = self.product.prepare(counts)
+    def forward(self, rows: Tensor, counts: Tensor, known: Sequence[int] | None = None) -> Tensor:
+        """`[r, h]` to `[r, h]`; `counts`, int64 `[e]`, says how many rows each expert has, the first ones first, and
+        `known` the same where the host knows it already.
+        """
+        sizes = self.product.prepare(counts, known)
         up = self._widen(self.up, rows, counts, sizes)
         gate = None if self.gate is None else self._widen(self.gate, rows, counts, sizes)
         return self.narrow(up, gate, counts, sizes)

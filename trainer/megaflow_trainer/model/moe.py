@@ -8,7 +8,7 @@ Legend: b micro-batch, s sequence, t = b s tokens, h hidden, k choices of a toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,12 +72,14 @@ class Order:
         places: of each choice its row; r where it is not served. `[t, k]`
         counts: rows of each expert, int64 `[e]`.
         kernels: that move rows in this order.
+        known: the counts where the host has them.
     """
 
     slots: Tensor
     places: Tensor
     counts: Tensor
     kernels: RowKernels = PLAIN
+    known: Sequence[int] | None = None
 
     @property
     def sources(self) -> Tensor:
@@ -107,13 +109,16 @@ def make_order(routing: Routing, num_experts: int, kernels: RowKernels = PLAIN) 
     flat = chosen.flatten() if kept is None else chosen.masked_fill(~kept, num_experts).flatten()
     slots = flat.sort(stable=True).indices
     counts = count_chosen(flat, num_experts + 1)[:num_experts]
+    known: list[int] | None = None
     if kept is not None:
-        slots = slots[: int(counts.sum())]
+        known = counts.tolist()
+        slots = slots[: sum(known)]
     if routing.num_rows is not None:
         slots, counts = _pad(slots, flat[slots], counts, routing.num_rows, len(flat))
+        known = [routing.num_rows] * num_experts
     places = slots.new_full((len(flat) + 1,), len(slots))
     places[slots] = torch.arange(len(slots), device=slots.device)
-    return Order(slots, places[:-1].view_as(chosen), counts, kernels)
+    return Order(slots, places[:-1].view_as(chosen), counts, kernels, known)
 
 
 def _pad(slots: Tensor, experts: Tensor, counts: Tensor, num_rows: int, nothing: int) -> tuple[Tensor, Tensor]:
@@ -130,7 +135,7 @@ def dispatch_local(
     """All experts are here."""
     assert isinstance(experts, Experts)
     order = make_order(routing, experts.num_experts, experts.kernels)
-    rows = experts(take(x, order), order.counts)
+    rows = experts(take(x, order), order.counts, order.known)
     return combine(rows, routing.weights, order), None if beside is None else beside()
 
 

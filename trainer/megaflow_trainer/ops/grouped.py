@@ -84,7 +84,12 @@ def multiply_grouped(
     return F.grouped_mm(rows, weight.transpose(1, 2) if is_transposed else weight, offs=ends)
 
 
-def _find_ends(counts: Tensor) -> Tensor:
+def _find_sizes(counts: Tensor, known: Sequence[int] | None = None) -> Sequence[int]:
+    sizes: Sequence[int] = counts.tolist() if known is None else known  # for which the host waits
+    return sizes
+
+
+def _find_ends(counts: Tensor, known: Sequence[int] | None = None) -> Tensor:
     return counts.cumsum(0).to(torch.int32)
 
 
@@ -94,7 +99,8 @@ class Product:
 
     Args:
         name: of the configuration.
-        prepare: what `multiply` wants to know of the rows of each group, int64 `[e]`.
+        prepare: what `multiply` wants to know of the rows of each group, int64 `[e]`, from the numbers on the device
+            and, if the host has them, from these.
         multiply: rows `[r, i]`, matrices `[e, i, o]` (or, `is_transposed`, `[e, o, i]`) and what was prepared, to
             `[r, o]`. With a main gradient `[e, ...]`, shaped like the matrices, the loop adds to it and leaves the
             matrices without a gradient.
@@ -102,12 +108,12 @@ class Product:
     """
 
     name: str
-    prepare: Callable[[Tensor], Any]
+    prepare: Callable[..., Any]
     multiply: Callable[..., Tensor]
     accumulates: bool
 
 
-LOOP = Product("loop", Tensor.tolist, multiply_loop, True)
+LOOP = Product("loop", _find_sizes, multiply_loop, True)
 GROUPED = Product("grouped", _find_ends, multiply_grouped, False)
 
 

@@ -176,31 +176,43 @@ class AllToAll:
         arriving, sent, received = self._agree(counts, routing)
         if ranks.etp > 1:
             order = order.copy_parts(order.counts.view(ranks.ep, -1).sum(dim=1), ranks.etp)
-        travel = _Travel(ranks, sent, received, _sort_by_expert(arriving), has_beside=beside is not None)
+        travel = _Travel(ranks, sent, [sum(rows) for rows in received], arriving, has_beside=beside is not None)
         rows = _StartOut.apply(take(x, order), travel)
         meanwhile = None if beside is None else beside()
-        rows = experts(_EndOut.apply(rows, travel), arriving.sum(dim=0))
+        sizes = [sum(rows) for rows in zip(*received, strict=True)]
+        rows = experts(_EndOut.apply(rows, travel), arriving.sum(dim=0), sizes)
         return combine(_Return.apply(rows, travel), routing.weights, order), meanwhile
 
-    def _agree(self, counts: Tensor, routing: Routing) -> tuple[Tensor, list[int], list[int]]:
-        """Rows that arrive from each rank for each expert here, and how many are sent and received in all, rank by
-        rank. Sends the numbers, for which the host waits, unless all are alike.
+    def _agree(self, counts: Tensor, routing: Routing) -> tuple[Tensor, list[int], list[list[int]]]:
+        """Rows that arrive from each rank for each expert here, on the device; how many are sent, rank by rank; and
+        those that arrive, as the host knows them. Sends the numbers, for which the host waits, once, unless all are
+        alike.
         """
+        n, e = counts.shape
         if routing.num_rows is not None:
-            alike = [routing.num_rows * counts.shape[1]] * len(counts)
-            return counts, alike, alike
+            return counts, [routing.num_rows * e] * n, [[routing.num_rows] * e] * n
         arriving = torch.empty_like(counts)
         with self.ranks.meter.send("all_to_all", counts, self.ranks.group):
             dist.all_to_all_single(arriving, counts.contiguous(), group=self.ranks.group)
-        sent, received = torch.stack([counts.sum(dim=1), arriving.sum(dim=1)]).tolist()
-        return arriving, sent, received
+        numbers: list[int] = torch.cat([counts.sum(dim=1), arriving.flatten()]).tolist()
+        return arriving, numbers[:n], [numbers[n + i * e : n + (i + 1) * e] for i in range(n)]
 
 
-def _sort_by_expert(arriving: Tensor) -> Tensor:
-    """Places of rows that came rank by rank, `[n, e]` of them, in the order of the experts."""
-    n, e = arriving.shape
-    experts = torch.arange(e, device=arriving.device).repeat(n)
-    return experts.repeat_interleave(arriving.flatten()).sort(stable=True).indices
+def find_places(arriving: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Rows that come rank by rank, `[n, e]` of them for each expert, in the order of the experts; int64 `[r]` each.
+
+    Runs of one rank and expert stay together in both orders, so that a row's places differ by what its run is moved.
+
+    Returns:
+        Of each place in the order of experts the place in that of ranks, and the other way round.
+    """
+    by_rank, by_expert = arriving.flatten(), arriving.t().flatten()
+    starts = (by_rank.cumsum(0) - by_rank).view_as(arriving)
+    moved = (by_expert.cumsum(0) - by_expert).view_as(arriving.t()).t() - starts  # [n, e]
+    places = torch.arange(num_rows, device=arriving.device)
+    from_ranks = places - moved.t().flatten().repeat_interleave(by_expert, output_size=num_rows)
+    from_experts = places + moved.flatten().repeat_interleave(by_rank, output_size=num_rows)
+    return from_ranks, from_experts
 
 
 class _Travel:
@@ -210,15 +222,16 @@ class _Travel:
         ranks: that hold the experts.
         sent: rows to each of them.
         received: rows from each of them.
-        by_expert: where a row of each place of the experts' order lies among those that have arrived.
+        arriving: of those, how many there are for each expert, `[n, e]`, on the device.
         has_beside: whether something is computed while rows travel to the experts, and gradients back.
     """
 
     def __init__(
-        self, ranks: ExpertRanks, sent: list[int], received: list[int], by_expert: Tensor, *, has_beside: bool
+        self, ranks: ExpertRanks, sent: list[int], received: list[int], arriving: Tensor, *, has_beside: bool
     ) -> None:
         self.group, self.meter = ranks.group, ranks.meter
-        self.sent, self.received, self.by_expert, self.has_beside = sent, received, by_expert, has_beside
+        self.sent, self.received, self.has_beside = sent, received, has_beside
+        self.from_ranks, self.from_experts = find_places(arriving, sum(received))
         self.handle: Any = None
         self.kept: Tensor | None = None
         self.back: Tensor | None = None
@@ -258,11 +271,11 @@ class _Travel:
 
     def sort(self, rows: Tensor) -> Tensor:
         """From the order of ranks to that of experts."""
-        return rows.index_select(0, self.by_expert)
+        return rows.index_select(0, self.from_ranks)
 
     def unsort(self, rows: Tensor) -> Tensor:
         """From the order of experts to that of ranks."""
-        return torch.empty_like(rows).index_copy_(0, self.by_expert, rows)
+        return rows.index_select(0, self.from_experts)
 
 
 class _StartOut(torch.autograd.Function):
@@ -336,5 +349,5 @@ class AllGather:
         tokens = gather_tokens(x, group, 0, meter=meter)
         weights = gather_tokens(routing.weights, group, 0, meter=meter)
         meanwhile = None if beside is None else beside()
-        rows = experts(take(tokens, order), order.counts)
+        rows = experts(take(tokens, order), order.counts, order.known)
         return scatter_sums(combine(rows, weights, order), group, 0, meter=meter), meanwhile

@@ -8,6 +8,7 @@ equally many.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.layout import AXES, EXPERT_AXES, Layout
+from megaflow_trainer.config.sections import ParallelConfig
 from megaflow_trainer.parallel.traffic import Meter, Traffic
 
 
@@ -132,6 +134,16 @@ def choose_device(launch: Launch, backend: str | None) -> tuple[torch.device, st
             f"{torch.cuda.device_count()} GPUs; start --nproc_per_node={torch.cuda.device_count()}"
         )
     return torch.device("cuda", launch.local_rank), "nccl", []
+
+
+def keep_launch_order(parallel: ParallelConfig) -> None:
+    """Let kernels of all streams begin in the order in which they are launched, unless the environment says otherwise.
+
+    A product takes all of a GPU until it is done. A collective of tensor parallelism that is to travel beside it is
+    launched first, and begins first only so. The driver reads the variable when it starts.
+    """
+    if parallel.tp > 1:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def start_group(launch: Launch, store: dist.Store | None, backend: str) -> None:

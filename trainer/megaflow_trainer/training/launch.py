@@ -11,7 +11,7 @@ from megaflow.errors import MegaflowError
 from megaflow_trainer.config.exit_codes import DIVERGED, FAULT, INTERRUPTED, OUT_OF_MEMORY, RANK_LOST
 from megaflow_trainer.config.layout import make_layout
 from megaflow_trainer.config.sections import TrainConfig
-from megaflow_trainer.parallel.mesh import Launch, build_mesh, choose_device, start_group
+from megaflow_trainer.parallel.mesh import Launch, build_mesh, choose_device, keep_launch_order, start_group
 from megaflow_trainer.training.faults import FaultBoard
 from megaflow_trainer.training.guards import DivergedError
 from megaflow_trainer.training.manifest import Ending, note_end
@@ -53,6 +53,7 @@ def _run(config: TrainConfig, notes: Sequence[str], own: Launch, meeting: Meetin
     peers = PeerWatch(rank, ranks, store, record=lambda reason: record(RANK_LOST, reason))
     peers.start()
     try:
+        keep_launch_order(config.parallel)
         device, backend, device_notes = choose_device(own, config.parallel.backend)
         start_group(own, store, backend)
         layout = make_layout(config.parallel, world_size=world_size, num_kv_heads=config.model.kv_heads)
