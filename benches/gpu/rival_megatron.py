@@ -154,7 +154,7 @@ def configure(sizes: argparse.Namespace, options: argparse.Namespace) -> Any:
             "moe_router_load_balancing_type": "aux_loss",
             "moe_router_force_load_balancing": sizes.moe_router_force_load_balancing,
             "moe_grouped_gemm": True,
-            "moe_token_dispatcher_type": "alltoall",
+            "moe_token_dispatcher_type": options.dispatcher,
             "moe_permute_fusion": True,
             "moe_router_fusion": not options.no_fusion,
             "expert_model_parallel_size": options.ep,
@@ -312,6 +312,9 @@ def parse_options() -> argparse.Namespace:
         help="flash-attn 4 or cuDNN (default: auto, Transformer Engine's choice)",
     )
     parser.add_argument("--no-fusion", action="store_true", help="without fp32 sums in products and fused routers")
+    parser.add_argument(
+        "--dispatcher", choices=("alltoall", "allgather"), default="alltoall", help="of tokens to experts"
+    )
     parser.add_argument("--force-balance", action="store_true", help="routers choose at random, so that load is even")
     parser.add_argument("--kernels", type=int, default=0, help="list so many kernels with the most time (default: 0)")
     parser.add_argument("--steps", type=int, default=8, help="steps that are timed, after 4 others (default: 8)")
