@@ -10,7 +10,8 @@ from torch import Tensor
 
 from helpers.pairs import write_pair
 from helpers.runs import read_curve, read_metrics, run_tiny
-from megaflow_trainer.ops.fp8 import E4M3, DelayedProduct, RowwiseProduct, TensorwiseProduct, find_unit, narrow
+from megaflow_trainer.ops.fp8 import DelayedProduct, RowwiseProduct, TensorwiseProduct, find_unit
+from megaflow_trainer.ops.fp8_cast import E4M3, narrow
 from megaflow_trainer.ops.linear import Linear, Product
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
 

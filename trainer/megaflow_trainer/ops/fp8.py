@@ -11,16 +11,18 @@ dim of both factors, as fp8 kernels ask for:
 
 Where units come from (the recipe):
 - tensorwise: one a tensor, from the tensor itself, which is read twice.
-- delayed: one a tensor, from the largest values of past steps (`parallel/precision.py` keeps them), so that rounding
-  can be part of what makes the tensor. What has grown beyond them is cut off at the largest number.
+- delayed: one a tensor, from the largest values of past steps (`parallel/precision.py` keeps them), so that a tensor is
+  read once. What has grown beyond them is cut off at the largest number.
 - rowwise: one for each row of either factor. Nothing is summed over a dim with several units but in dw, which
   therefore stays in the dtype of the weights.
 
-dw with a main gradient: the fp8 product leaves fp32, which is added in a pass of its own, since fp8 kernels cannot add
-to what is there. That costs 12 more bytes a weight and micro-batch than the product in bf16 which adds by itself, about
-3 ps on an H200, where 16 k tokens save 20 ps.
+dw with a main gradient: the fp8 product is added in a pass of its own, since fp8 kernels cannot add to what is there.
+That costs 8 more bytes a weight and micro-batch than the product in bf16 which adds by itself (4 where the main
+gradient is in 16 bits), about 2 ps on an H200, where 16 k tokens save 20 ps.
 
-What is kept for backward is x8 (one byte an element) and the weight itself, rounded again in backward.
+Rounding (`ops/fp8_cast.py`): inputs and gradients are read once and written both ways, as they lie and turned. What is
+kept for backward is x8^T (one byte an element, tokens filled up to a multiple of 16) and the weight itself, of which
+backward rounds the turned one.
 
 Legend: t tokens, i inputs, o outputs.
 """
@@ -30,35 +32,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megaflow_trainer.ops.fp8_cast import (
+    E4M3,
+    E5M2,
+    find_largest,
+    narrow,
+    narrow_,
+    narrow_both,
+    narrow_both_,
+    narrow_turned,
+)
 from megaflow_trainer.ops.linear import Product, add_product_
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRADIENTS = {"hybrid": E5M2, "e4m3": E4M3}
 """The dtype of gradients by the kind of format."""
-MULTIPLE = 16
-"""What the kernels ask dims of weights, and the dim that is summed over, to be a multiple of."""
 _SMALLEST = 1e-12
 _FIRST_ACTIVATION, _FIRST_GRADIENT = 16.0, 1.0
-
-
-def find_largest(x: Tensor, dim: int | None = None) -> Tensor:
-    """Largest |x|, fp32: a scalar, or along `dim`, which stays."""
-    magnitude = x.abs()
-    return (magnitude.amax() if dim is None else magnitude.amax(dim, keepdim=True)).float()
 
 
 def find_unit(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
     """What 1 stands for in fp8, fp32: a scalar, or one for each run along `dim`, which stays."""
     return find_largest(x, dim).clamp(min=_SMALLEST) / torch.finfo(dtype).max
-
-
-def narrow(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in units, rounded, row by row in memory; what is larger than the format's largest number becomes that."""
-    largest = torch.finfo(dtype).max
-    return (x.float() / unit).clamp(-largest, largest).to(dtype).contiguous()
 
 
 def multiply(
@@ -98,21 +94,16 @@ def multiply(
     return y if bias is None or fused is not None else y + bias
 
 
-@torch.library.custom_op("megaflow::keep_largest_", mutates_args={"largest"})
-def keep_largest_(largest: Tensor, found: Tensor) -> None:
-    """`largest = max(largest, found)`, scalars; not a number if either is."""
-    torch.maximum(largest, found, out=largest)
-
-
-@keep_largest_.register_fake
-def _(largest: Tensor, found: Tensor) -> None:
-    return None
-
-
 @torch.library.custom_op("megaflow::add_fp8_product_", mutates_args={"main_grad"})
 def add_fp8_product_(main_grad: Tensor, grad: Tensor, x: Tensor, unit_grad: Tensor, unit_x: Tensor) -> None:
-    """`main_grad += grad x^T` times the units: fp32 `[o, i]`, fp8 `[o, t]`, fp8 `[i, t]`, scalars."""
-    main_grad.add_(multiply(grad, x, (unit_grad, unit_x), torch.float32))
+    """`main_grad += grad x^T` times the units: `[o, i]`, fp8 `[o, t]`, fp8 `[i, t]`, scalars.
+
+    The product, summed in fp32, is rounded to the dtype of `main_grad`: 8 bytes a weight of 16 bits (2 written, 4 read,
+    2 written), by kernels that torch has for equal dtypes. Left in fp32 it would be 12 in a kernel of its own. What the
+    rounding of the product loses, 2^-9 of it in bf16, is no more than what rounding the sum loses anyway.
+    """
+    dtype = main_grad.dtype if main_grad.element_size() == 2 else torch.float32
+    main_grad.add_(multiply(grad, x, (unit_grad, unit_x), dtype))
 
 
 @add_fp8_product_.register_fake
@@ -120,16 +111,12 @@ def _(main_grad: Tensor, grad: Tensor, x: Tensor, unit_grad: Tensor, unit_x: Ten
     return None
 
 
-def turn(x: Tensor) -> Tensor:
-    """fp8 `[t, n]` to `[n, t]`, with zeros behind the last token up to a multiple of what kernels ask for."""
-    missing = -x.shape[0] % MULTIPLE
-    if missing:
-        x = F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype)
-    return x.t().contiguous()
-
-
 class _Tensorwise(torch.autograd.Function):
-    """One unit a tensor. `unit_g` is that of the gradient if it is known before; `largest_g` learns what it reaches."""
+    """One unit a tensor, of factors that are rounded already.
+
+    `x` and `weight` are what gradients are of. `turned_x`, `x` with its tokens last, is None where none are wanted.
+    `unit_g` is that of the gradient if it is known before; `largest_g` learns what it reaches.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0913 - autograd and the compiler take tensors one by one
@@ -137,6 +124,9 @@ class _Tensorwise(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        x8: Tensor,
+        turned_x: Tensor | None,
+        w8: Tensor,
         unit_x: Tensor,
         unit_w: Tensor,
         unit_g: Tensor | None,
@@ -144,29 +134,28 @@ class _Tensorwise(torch.autograd.Function):
         main_grad: Tensor | None,
         grad_dtype: torch.dtype,
     ) -> Tensor:
-        x8, w8 = narrow(x, unit_x, E4M3), narrow(weight, unit_w, E4M3)
-        ctx.save_for_backward(x8, weight, unit_x, unit_w)
+        ctx.save_for_backward(turned_x, weight, unit_x, unit_w)
         ctx.unit_g, ctx.largest_g, ctx.main_grad = unit_g, largest_g, main_grad
         ctx.grad_dtype, ctx.has_bias = grad_dtype, bias is not None
         return multiply(x8, w8, (unit_x, unit_w), x.dtype, bias=bias, is_quick=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x8, weight, unit_x, unit_w = ctx.saved_tensors
-        unit_g = ctx.unit_g
-        if unit_g is None:
+        turned_x, weight, unit_x, unit_w = ctx.saved_tensors
+        if ctx.unit_g is None:
             unit_g = find_unit(grad, ctx.grad_dtype)
+            g8, turned_g = narrow_both(grad, unit_g, ctx.grad_dtype)
         else:
-            keep_largest_(ctx.largest_g, find_largest(grad))
-        g8, turned_w = narrow(grad, unit_g, ctx.grad_dtype), narrow(weight.t(), unit_w, E4M3)
-        grad_x = multiply(g8, turned_w, (unit_g, unit_w), grad.dtype)
-        grad_w, turned_g, turned_x = None, turn(g8), turn(x8)
+            unit_g = ctx.unit_g
+            g8, turned_g = narrow_both_(grad, unit_g, ctx.largest_g, ctx.grad_dtype)
+        grad_x = multiply(g8, narrow_turned(weight, unit_w, E4M3), (unit_g, unit_w), grad.dtype)
+        grad_w = None
         if ctx.main_grad is None:
             grad_w = multiply(turned_g, turned_x, (unit_g, unit_x), weight.dtype)
         else:
             add_fp8_product_(ctx.main_grad, turned_g, turned_x, unit_g, unit_x)
         grad_bias = grad.sum(0) if ctx.has_bias else None
-        return grad_x, grad_w, grad_bias, None, None, None, None, None, None
+        return grad_x, grad_w, grad_bias, *(None for _ in range(9))
 
 
 class _Rowwise(torch.autograd.Function):
@@ -205,8 +194,13 @@ class TensorwiseProduct(Product):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """As `Product`."""
         rows = x.reshape(-1, x.shape[-1])
-        units = find_unit(rows.detach(), E4M3), find_unit(weight.detach(), E4M3)
-        y: Tensor = _Tensorwise.apply(rows, weight, bias, *units, None, None, self.main_grad, self.grad_dtype)
+        plain, own = rows.detach(), weight.detach()
+        units = find_unit(plain, E4M3), find_unit(own, E4M3)
+        x8, turned_x = (
+            narrow_both(plain, units[0], E4M3) if torch.is_grad_enabled() else (narrow(plain, units[0], E4M3), None)
+        )
+        rounded = x8, turned_x, narrow(own, units[1], E4M3)
+        y: Tensor = _Tensorwise.apply(rows, weight, bias, *rounded, *units, None, None, self.main_grad, self.grad_dtype)
         return y.view(*x.shape[:-1], -1)
 
 
@@ -254,8 +248,14 @@ class DelayedProduct(Product):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """As `Product`."""
         rows = x.reshape(-1, x.shape[-1])
+        plain, own, turned_x = rows.detach(), weight.detach(), None
         if torch.is_grad_enabled():
-            keep_largest_(self.largest_x, find_largest(rows.detach()))
-            keep_largest_(self.largest_w, find_largest(weight.detach()))
-        y: Tensor = _Tensorwise.apply(rows, weight, bias, *self.units, self.largest_g, self.main_grad, self.grad_dtype)
+            x8, turned_x = narrow_both_(plain, self.unit_x, self.largest_x, E4M3)
+            w8 = narrow_(own, self.unit_w, self.largest_w, E4M3)
+        else:
+            x8, w8 = narrow(plain, self.unit_x, E4M3), narrow(own, self.unit_w, E4M3)
+        rounded = x8, turned_x, w8
+        y: Tensor = _Tensorwise.apply(
+            rows, weight, bias, *rounded, *self.units, self.largest_g, self.main_grad, self.grad_dtype
+        )
         return y.view(*x.shape[:-1], -1)

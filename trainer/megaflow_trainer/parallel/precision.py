@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from megaflow_trainer.config.precision_section import FP8_WIDTH
 from megaflow_trainer.config.sections import KernelConfig, PrecisionConfig
 from megaflow_trainer.model.gpt import GPT, Block
-from megaflow_trainer.ops.fp8 import MULTIPLE, DelayedProduct, RowwiseProduct, TensorwiseProduct, find_largest
+from megaflow_trainer.ops.fp8 import DelayedProduct, RowwiseProduct, TensorwiseProduct
+from megaflow_trainer.ops.fp8_cast import MULTIPLE, find_largest
 from megaflow_trainer.ops.layer_packages import EngineProduct, TorchaoProduct
 from megaflow_trainer.ops.linear import Linear, Product
 from megaflow_trainer.parallel.collectives import gather_objects, max_over

@@ -1,0 +1,163 @@
+"""Tensors to 8 bits: rounded in units, as they lie and turned, by plain torch or in one pass of a kernel.
+
+On a GPU the ops here are a kernel (`ops/fp8_kernel.py`) which reads a tensor once and writes it both ways; elsewhere,
+and where it cannot be made, they are plain torch, bit for bit the same. To the compiler they are opaque: what they read
+is written once, in its own dtype, instead of being computed again for each of their results.
+
+Legend: t tokens, n columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16
+"""What the kernels of products ask dims of weights, and the dim that is summed over, to be a multiple of."""
+
+
+def find_largest(x: Tensor, dim: int | None = None) -> Tensor:
+    """Largest |x|, fp32: a scalar, or along `dim`, which stays.
+
+    The scalar is found row by row, as norms and what follows products are made, so that the compiler can find the
+    largest values of rows in the pass that makes them.
+    """
+    magnitude = x.abs()
+    if dim is not None:
+        return magnitude.amax(dim, keepdim=True).float()
+    return magnitude.amax(-1).amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def narrow(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in units, rounded, row by row in memory; what is larger than the format's largest number becomes that."""
+    largest = torch.finfo(dtype).max
+    return (x.float() / unit).clamp(-largest, largest).to(dtype).contiguous()
+
+
+def turn(x: Tensor) -> Tensor:
+    """fp8 `[t, n]` to `[n, t]`, with zeros behind the last token up to a multiple of what kernels ask for."""
+    missing = -x.shape[0] % MULTIPLE
+    if missing:
+        x = F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype)
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("megaflow::keep_largest_", mutates_args={"largest"})
+def keep_largest_(largest: Tensor, found: Tensor) -> None:
+    """`largest = max(largest, found)`, scalars; not a number if either is."""
+    torch.maximum(largest, found, out=largest)
+
+
+@keep_largest_.register_fake
+def _(largest: Tensor, found: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("megaflow::narrow_both", mutates_args=())
+def narrow_both(x: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`[t, n]` rounded as `narrow` does, and the same turned as `turn` does."""
+    return _round_both(x, unit, None, dtype)
+
+
+@torch.library.custom_op("megaflow::narrow_both_", mutates_args={"largest"})
+def narrow_both_(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As `narrow_both`; `largest` becomes the largest |x| if that is larger, or if any x is not a number."""
+    return _round_both(x, unit, largest, dtype)
+
+
+@torch.library.custom_op("megaflow::narrow_", mutates_args={"largest"})
+def narrow_(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `narrow_both_`, without the turned one."""
+    run = _find_kernel(x)
+    if run is None:
+        keep_largest_(largest, find_largest(x))
+        return narrow(x, unit, dtype)
+    plain = _make_plain(x, dtype)
+    run(x.contiguous(), unit, dtype, plain=plain, largest=largest)
+    return plain
+
+
+@torch.library.custom_op("megaflow::narrow_turned", mutates_args=())
+def narrow_turned(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `narrow_both`, only the turned one."""
+    run = _find_kernel(x)
+    if run is None:
+        return turn(narrow(x, unit, dtype))
+    turned = _make_turned(x, dtype)
+    run(x.contiguous(), unit, dtype, turned=turned)
+    return turned
+
+
+@narrow_both.register_fake
+def _(x: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _make_plain(x, dtype), _make_turned(x, dtype)
+
+
+@narrow_both_.register_fake
+def _(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _make_plain(x, dtype), _make_turned(x, dtype)
+
+
+@narrow_.register_fake
+def _(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    return _make_plain(x, dtype)
+
+
+@narrow_turned.register_fake
+def _(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+    return _make_turned(x, dtype)
+
+
+def _round_both(x: Tensor, unit: Tensor, largest: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    run = _find_kernel(x)
+    if run is None:
+        if largest is not None:
+            keep_largest_(largest, find_largest(x))
+        plain = narrow(x, unit, dtype)
+        return plain, turn(plain)
+    plain, turned = _make_plain(x, dtype), _make_turned(x, dtype)
+    run(x.contiguous(), unit, dtype, plain=plain, turned=turned, largest=largest)
+    return plain, turned
+
+
+def _make_plain(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _make_turned(x: Tensor, dtype: torch.dtype) -> Tensor:
+    t, n = x.shape
+    return x.new_empty((n, t + -t % MULTIPLE), dtype=dtype)
+
+
+def _find_kernel(x: Tensor) -> Callable[..., None] | None:
+    """What rounds in one pass, or None where that cannot be."""
+    is_known = x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return _make_kernel(x.device) if is_known else None
+
+
+@functools.cache
+def _make_kernel(device: torch.device) -> Callable[..., None] | None:
+    """The kernel, tried once."""
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return None
+    try:
+        from megaflow_trainer.ops.fp8_kernel import round_to_fp8  # needs triton, which may not be installed
+
+        given: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        x = torch.zeros(MULTIPLE, MULTIPLE, **given)
+        round_to_fp8(x, x.new_ones((), dtype=torch.float32), E4M3, plain=_make_plain(x, E4M3))
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # no compiler, an unknown GPU
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        warnings.warn(
+            f"tensors are rounded to fp8 in several passes, since a kernel could not be made: {why}", stacklevel=2
+        )
+        return None
+    return round_to_fp8

@@ -1,0 +1,152 @@
+"""Rounding to fp8 in one pass over memory, as a tensor lies and turned: a Triton kernel. Imported only where it is used.
+
+A program takes a tile of `[t, n]`. It reads it row by row, writes it row by row, and writes it column by column, where
+four tokens of a column are one word of 32 bits: a thread holds them already, so that only words change places. All
+accesses are 16 bytes wide where n is a multiple of 16 (`tests/unit/trainer/test_fp8_kernel.py` looks).
+
+Bytes an element of 16 bits: 2 read, 1 written each way: 4.
+
+x / unit is the rounded quotient, as torch divides. For 16-bit x it is x * (1 / unit) with one correction,
+q + (x - q unit) (1 / unit), which costs a third of a division. That this is the same number was tried for all 2^23
+fractions of a unit with all of bf16 and of fp16 (9.7e9 quotients; without the correction 27 % of them differ, and 1e-6
+would be rounded to another number of 8 bits). It needs units of at least 2^-80, and at most the largest float32 over
+the format's largest number; an infinite one gives 0, and not a number where x is infinite too, as a division does.
+
+Legend: t tokens, n columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = (128, 128, 4)
+"""Tokens and columns of a program, and its warps. `benches/gpu/fp8_cast.py` times others."""
+NUMBERS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+"""Triton's names of the formats."""
+
+
+@triton.jit
+def _divide(x: tl.tensor, unit: tl.tensor, LARGEST: tl.constexpr, IS_NARROW: tl.constexpr) -> tl.tensor:
+    """`x / unit`, rounded to the nearest float32; of what is beyond the format's largest number, some larger one."""
+    if IS_NARROW:
+        part = tl.minimum(tl.div_rn(1.0, unit), 3.0e38, propagate_nan=tl.PropagateNan.ALL)  # 0 times it is to be 0
+        whole = tl.where(unit == float("inf"), 0.0, unit)
+        q = tl.clamp(
+            x * part, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL
+        )  # finite, which the next line needs
+        # Signs are where they are so that -0 stays -0: -(x - q unit), and minus that.
+        q = tl.fma(tl.fma(q, whole, x * -1.0), part * -1.0, q)
+    else:
+        q = tl.div_rn(x, unit)
+    return q
+
+
+@triton.jit
+def round_tile(  # noqa: PLR0913  # what a kernel needs
+    x: tl.tensor,
+    unit: tl.tensor,
+    plain: tl.tensor,
+    turned: tl.tensor,
+    largest: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    num_padded: tl.tensor,
+    NUMBER: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_NARROW: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Round a tile of `x / unit`.
+
+    Args:
+        x: `[t, n]`, float32, bfloat16 or float16.
+        unit: float32 scalar.
+        plain: fp8 `[t, n]`, or None where it is not wanted.
+        turned: words of four fp8 numbers, int32 `[n, padded t / 4]`, or None.
+        largest: float32 scalar, at least 0, that becomes the largest |x| if that is larger, and not a number if any x
+            is not; or None. Floats of one sign are ordered as their bits are, not-a-number last.
+        num_rows: t.
+        num_columns: n.
+        num_padded: tokens of `turned`, a multiple of 16; those beyond t are 0.
+        NUMBER: the format.
+        LARGEST: its largest number.
+        IS_NARROW: whether x is of 16 bits.
+        IS_RAGGED: whether tokens are filled up.
+        TOKENS: of a tile.
+        COLUMNS: of a tile.
+    """
+    across = tl.cdiv(num_columns, COLUMNS)
+    word = tl.program_id(0) // across * (TOKENS // 4) + tl.arange(0, TOKENS // 4)
+    column = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    place = tl.arange(0, 4)
+    row = word[:, None, None] * 4 + place[None, :, None]
+    mask = (row < num_rows) & (column < num_columns)[None, None, :]
+    at = row.to(tl.int64) * num_columns + column[None, None, :]
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    q = _divide(value, tl.load(unit), LARGEST, IS_NARROW)
+    q = tl.clamp(q, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if IS_RAGGED:
+        q = tl.where(mask, q, 0.0)  # 0 / unit is not a number where the unit is none
+    rounded = q.to(NUMBER)
+    if plain is not None:
+        tl.store(plain + at, rounded, mask=mask)
+    if largest is not None:
+        bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(largest.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(bits), sem="relaxed")
+    if turned is not None:
+        # A sum, of which the compiler cannot make a second copy of the arithmetic above in the other layout.
+        bytes_of_words = rounded.to(tl.uint8, bitcast=True).to(tl.int32) << (place * 8)[None, :, None]
+        words = tl.trans(tl.sum(bytes_of_words, axis=1))
+        num_words = num_padded // 4
+        own = (column < num_columns)[:, None] & (word < num_words)[None, :]
+        tl.store(turned + column[:, None].to(tl.int64) * num_words + word[None, :], words, mask=own)
+
+
+def round_to_fp8(
+    x: Tensor,
+    unit: Tensor,
+    dtype: torch.dtype,
+    *,
+    plain: Tensor | None = None,
+    turned: Tensor | None = None,
+    largest: Tensor | None = None,
+    tile: tuple[int, int, int] = TILE,
+) -> None:
+    """Launch the kernel on the process's current GPU.
+
+    Args:
+        x: `[t, n]` without gaps: float32, bfloat16 or float16.
+        unit: what 1 stands for in fp8, float32 scalar.
+        dtype: e4m3 or e5m2.
+        plain: `[t, n]` to be filled, if wanted.
+        turned: `[n, t]` to be filled, if wanted, its t filled up with zeros to a multiple of 16.
+        largest: float32 scalar, the largest |x| so far, if that is to be kept.
+        tile: tokens, columns and warps of a program.
+    """
+    t, n = x.shape
+    tokens, columns, num_warps = tile
+    num_padded = -(-t // 16) * 16
+    if not x.numel():
+        return
+    round_tile[(triton.cdiv(num_padded, tokens) * triton.cdiv(n, columns),)](
+        x,
+        unit,
+        plain,
+        None if turned is None else turned.view(torch.int32),
+        largest,
+        t,
+        n,
+        num_padded,
+        NUMBER=NUMBERS[dtype],
+        LARGEST=torch.finfo(dtype).max,
+        IS_NARROW=x.element_size() == 2,
+        IS_RAGGED=num_padded != t,
+        TOKENS=tokens,
+        COLUMNS=columns,
+        num_warps=num_warps,
+    )
