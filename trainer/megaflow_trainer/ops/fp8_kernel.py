@@ -1,4 +1,4 @@
-"""Rounding to fp8 in one pass over memory, as a tensor lies and turned: a Triton kernel. Imported only where it is used.
+"""Rounding to fp8 in one pass over memory, as a tensor lies and turned: a Triton kernel. Imported where used only.
 
 A program takes a tile of `[t, n]`. It reads it row by row, writes it row by row, and writes it column by column, where
 four tokens of a column are one word of 32 bits: a thread holds them already, so that only words change places. All

@@ -1,0 +1,159 @@
+"""Rounding to fp8 as it lies and turned: the ops on a CPU, their kernel in Triton's interpreter and as Hopper runs it.
+
+On a GPU it is in test_fp8_gpu.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.fp8_rounding import DTYPES, is_same
+from megaflow_trainer.ops import fp8_cast
+from megaflow_trainer.ops.fp8_cast import (
+    E4M3,
+    E5M2,
+    find_largest,
+    narrow,
+    narrow_,
+    narrow_both,
+    narrow_both_,
+    narrow_turned,
+)
+
+FORMATS = (E4M3, E5M2)
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_ways_are_the_same_numbers_filled_up_with_zeros(dtype: torch.dtype, form: torch.dtype) -> None:
+    x, unit, largest = torch.randn(37, 50).to(dtype), torch.tensor(2.0 / torch.finfo(form).max), torch.tensor(0.5)
+    wanted = narrow(x, unit, form)
+    for plain, turned in (narrow_both(x, unit, form), narrow_both_(x, unit, largest, form)):
+        assert is_same(plain, wanted)
+        assert turned.shape == (50, 48)
+        assert turned.is_contiguous()
+        assert is_same(turned[:, :37].contiguous(), wanted.t().contiguous())
+        assert not turned[:, 37:].view(torch.uint8).any()
+        assert is_same(turned, narrow_turned(x, unit, form))
+    assert largest == x.abs().max()
+    assert is_same(narrow_(x / 2, unit, largest, form), narrow(x / 2, unit, form))
+    assert largest == x.abs().max(), "what was larger stays"
+
+
+def test_what_is_not_a_number_is_kept_as_the_largest() -> None:
+    x, unit = torch.randn(4, 32), torch.tensor(0.1)
+    for value in (torch.nan, torch.inf):
+        x[1, 2] = value
+        for keep in (narrow_both_, narrow_):
+            largest = torch.tensor(3.0)
+            keep(x, unit, largest, E4M3)
+            assert not largest.isfinite()
+            keep(torch.ones(4, 32), unit, largest, E4M3)
+            assert not largest.isfinite(), "nor does a later tensor undo it"
+
+
+def test_tensors_with_gaps_and_without_elements() -> None:
+    unit = torch.tensor(0.01)
+    x = torch.randn(32, 20)
+    for own in (x.t(), x[:, ::2], x[:1].expand(32, 20)):
+        plain, turned = narrow_both(own, unit, E5M2)
+        assert is_same(plain, narrow(own.clone(memory_format=torch.contiguous_format), unit, E5M2))
+        assert is_same(turned[:, : len(own)].contiguous(), plain.t().contiguous())
+    for rows, columns in ((0, 16), (16, 0)):
+        empty, largest = torch.empty(rows, columns), torch.tensor(1.0)
+        plain, turned = narrow_both_(empty, unit, largest, E4M3)
+        assert plain.shape == (rows, columns)
+        assert turned.shape == (columns, rows)
+        assert largest == 1
+        assert find_largest(empty) == 0
+
+
+def test_what_the_compiler_is_told_of_the_ops_holds() -> None:
+    """Shapes, strides, what is changed and that nothing is shared: torch looks."""
+    x, unit, largest = torch.randn(37, 1), torch.tensor(0.1), torch.tensor(0.0)
+    for op, given in (
+        (narrow_both, (x, unit, E4M3)),
+        (narrow_both, (torch.randn(5, 16).t(), unit, E5M2)),
+        (narrow_both_, (x, unit, largest, E5M2)),
+        (narrow_, (x, unit, largest, E4M3)),
+        (narrow_turned, (torch.randn(1, 16), unit, E4M3)),
+    ):
+        torch.library.opcheck(op, given, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_kernel_that_cannot_be_made_leaves_torch_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "megaflow_trainer.ops.fp8_kernel", None)
+    make = fp8_cast._make_kernel.__wrapped__
+    with pytest.warns(UserWarning, match="several passes, since a kernel could not be made: ModuleNotFoundError"):
+        assert make(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert make(torch.device("cpu")) is None
+
+
+@needs_triton
+def test_the_kernel_is_plain_torch_in_the_interpreter(tmp_path: Path) -> None:
+    """In a process of its own, because the interpreter is chosen when triton is imported."""
+    script = Path(__file__).parents[2] / "helpers" / "fp8_rounding.py"
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "found.json")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert found["num_cases"] == 108
+    assert found["differ"] == {"plain": [], "turned": [], "largest": [], "alone": []}
+
+
+def compile_for_hopper(form: torch.dtype, names: set[str], *, is_ragged: bool) -> Any:
+    """The kernel as a Hopper GPU runs it, with the results that are named, for bf16."""
+    compiler = pytest.importorskip("triton.backends.compiler")
+    import triton
+    from triton.compiler import ASTSource
+
+    from megaflow_trainer.ops import fp8_kernel
+
+    name = str(fp8_kernel.NUMBERS[form])
+    given = {"x": "*bf16", "unit": "*fp32", "plain": f"*{name}", "turned": "*i32", "largest": "*fp32"}
+    given |= dict.fromkeys(("num_rows", "num_columns", "num_padded"), "i32")
+    tokens, columns, num_warps = fp8_kernel.TILE
+    constants: dict[str, Any] = {"NUMBER": fp8_kernel.NUMBERS[form], "LARGEST": torch.finfo(form).max}
+    constants |= {"IS_NARROW": True, "IS_RAGGED": is_ragged, "TOKENS": tokens, "COLUMNS": columns}
+    constants |= {name: None for name in ("plain", "turned", "largest") if name not in names}
+    signature = {**given, **dict.fromkeys(constants, "constexpr")}
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(given)
+        if name not in constants and not (is_ragged and name == "num_rows")
+    }
+    source = ASTSource(fp8_kernel.round_tile, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=compiler.GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+
+
+@needs_triton
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("form, number", [(E4M3, "e4m3x2"), (E5M2, "e5m2x2")])
+def test_accesses_are_wide_and_each_number_is_rounded_once(form: torch.dtype, number: str, is_ragged: bool) -> None:
+    """128 elements a thread: 16 loads of 8, 8 stores of 16 either way, 64 roundings of two from float32."""
+    made = compile_for_hopper(form, {"plain", "turned", "largest"}, is_ragged=is_ragged)
+    code = made.asm["ptx"]
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", code)) == 16
+    assert len(re.findall(r"st\.global\S*\.v4\.b32", code)) == 16
+    assert len(re.findall(r"st\.global", code)) == 16
+    assert len(re.findall(rf"cvt\.rn\.satfinite\.{number}\.f32", code)) == 64
+    assert ".ftz" not in code, "small numbers are not taken for 0"
+    assert len(re.findall(r"div\.rn\.f32", code)) == 1, "of the unit alone"
+    alone = compile_for_hopper(form, {"turned"}, is_ragged=is_ragged).asm["ptx"]
+    assert len(re.findall(r"st\.global\S*\.v4\.b32", alone)) == 8
+    assert len(re.findall(r"st\.global", alone)) == 8
