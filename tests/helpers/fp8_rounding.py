@@ -46,7 +46,7 @@ def is_same(found: Tensor, wanted: Tensor) -> bool:
     return bool((found.float().isnan() == gone).all()) and bool((found.view(bits) == wanted.view(bits))[~gone].all())
 
 
-def expect(x: Tensor, unit: Tensor, form: torch.dtype, before: float) -> tuple[Tensor, Tensor, Tensor]:
+def round_plainly(x: Tensor, unit: Tensor, form: torch.dtype, before: float) -> tuple[Tensor, Tensor, Tensor]:
     """What plain torch makes: as it lies, turned, the largest of all and of what was before."""
     plain = narrow(x, unit, form)
     return plain, turn(plain), torch.maximum(torch.tensor(before, device=x.device), find_largest(x))
@@ -63,7 +63,7 @@ def main() -> None:
     num_cases = 0
     for name, x, unit, form in list_cases(torch.device("cpu")):
         num_cases += 1
-        wanted, _, top = expect(x, unit, form, 4.0)
+        wanted, _, top = round_plainly(x, unit, form, 4.0)
         wide, largest = torch.empty(x.shape), torch.tensor(4.0)
         fp8_kernel.NUMBERS[form] = tl.float32
         fp8_kernel.round_to_fp8(x, unit, form, plain=wide, largest=largest, tile=(32, 32, 4))

@@ -102,12 +102,52 @@ def test_a_weights_gradient_is_added_to_its_main_gradient(recipe: type[Tensorwis
         layer(x).backward(grad)
     assert layer.weight.grad is None
     torch.testing.assert_close(layer.product.main_grad, 1 + 2 * expected, rtol=1e-5, atol=1e-5)
-    layer.to(torch.bfloat16)
-    for main_grad in (None, torch.zeros(48, 32, dtype=torch.bfloat16)):
-        layer.product.main_grad = main_grad
-        layer(x.bfloat16()).backward(grad.bfloat16())
-    assert layer.weight.grad is not None
-    torch.testing.assert_close(layer.product.main_grad, layer.weight.grad, rtol=1e-2, atol=1e-2)
+    for dtype, rounding in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
+        layer.to(dtype)
+        found = []
+        for main_grad in (None, torch.full((48, 32), 2.0, dtype=dtype), torch.full((48, 32), 2.0)):
+            layer.product.main_grad = main_grad
+            layer(x.to(dtype)).backward(grad.to(dtype))
+            own = layer.weight.grad if main_grad is None else main_grad
+            assert own is not None
+            found.append(own.float() + (2 if main_grad is None else 0))
+        for own in found[:2]:
+            torch.testing.assert_close(own, found[2], rtol=rounding, atol=rounding * expected.abs().max().item())
+        layer.weight.grad = None
+
+
+class Counts(torch.utils._python_dispatch.TorchDispatchMode):
+    """How often each op of this project was run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "megaflow":
+            self.counts[func._opname] = self.counts.get(func._opname, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_what_is_kept_is_the_turned_input_and_only_where_gradients_are_wanted(recipe: str) -> None:
+    product = TensorwiseProduct("hybrid") if recipe == "tensorwise" else DelayedProduct("hybrid", torch.device("cpu"))
+    layer, x, grad = make_layer(product, True, rows=34)
+    kept: list[Tensor] = []
+    with (
+        Counts() as seen,
+        torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one),
+    ):
+        y = layer(x)
+    wide = [(tuple(one.shape), one.dtype) for one in kept if one.dim() and one is not layer.weight]
+    assert wide == [((32, 48), E4M3)], "34 tokens filled up"
+    assert seen.counts == ({"narrow_both": 1} if recipe == "tensorwise" else {"narrow_both_": 1, "narrow_": 1})
+    with Counts() as seen:
+        y.backward(grad)
+    assert seen.counts == {"narrow_both" if recipe == "tensorwise" else "narrow_both_": 1, "narrow_turned": 1}
+    with torch.no_grad(), Counts() as seen:
+        torch.testing.assert_close(layer(x), y)
+    assert not seen.counts
 
 
 def test_rows_have_scales_of_their_own() -> None:

@@ -8,10 +8,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.fp8_rounding import DTYPES, is_same, list_cases, round_plainly
 from helpers.pairs import write_pair
 from helpers.runs import read_curve, read_metrics, run_tiny
-from megaflow_trainer.ops.fp8 import DelayedProduct, RowwiseProduct, TensorwiseProduct, find_unit
-from megaflow_trainer.ops.fp8_cast import E4M3, narrow
+from megaflow_trainer.ops import fp8_cast
+from megaflow_trainer.ops.fp8 import (
+    DelayedProduct,
+    RowwiseProduct,
+    TensorwiseProduct,
+    add_fp8_product_,
+    find_unit,
+    multiply,
+)
+from megaflow_trainer.ops.fp8_cast import (
+    E4M3,
+    E5M2,
+    find_largest,
+    narrow,
+    narrow_,
+    narrow_both,
+    narrow_both_,
+    narrow_turned,
+    turn,
+)
 from megaflow_trainer.ops.linear import Linear, Product
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
 
@@ -96,6 +115,68 @@ def test_kernels_give_the_product_of_rounded_factors(recipe: str, kind: str, row
         assert found is not None
         assert (found.float() - own).abs().max() <= 8e-3 * own.abs().max()
     torch.testing.assert_close(layer.bias.grad, grad.sum(0))
+
+
+def test_the_kernel_rounds_bit_for_bit_as_a_cpu_does() -> None:
+    """All dtypes, both formats, ragged sizes, odd units; what is not a number, infinite and -0."""
+    assert fp8_cast._find_kernel(torch.ones((), device=CUDA)) is not None
+    wrong = []
+    for name, x, unit, form in list_cases(CUDA):
+        plain, turned, top = round_plainly(x.cpu(), unit.cpu(), form, 4.0)
+        largest, again = torch.tensor([4.0, 4.0], device=CUDA).unbind()
+        kept = narrow_both_(x, unit, largest, form)
+        both = narrow_both(x, unit, form)
+        same = [is_same(own.cpu(), plain) for own in (kept[0], both[0], narrow_(x, unit, again, form))]
+        same += [is_same(own.cpu(), turned) for own in (kept[1], both[1], narrow_turned(x, unit, form))]
+        same += [is_same(own[None].cpu(), top[None]) for own in (largest, again)]
+        if not all(same):
+            wrong.append((name, same))
+    assert not wrong
+
+
+@pytest.mark.parametrize("form", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_kernel_rounds_bit_for_bit_as_torch_does(dtype: torch.dtype, form: torch.dtype) -> None:
+    """A thousand units for many numbers, among them those that lie just beside the middle of two of 8 bits."""
+    generator = torch.Generator(CUDA).manual_seed(2)
+    x = torch.randn(1000, 2048, device=CUDA, generator=generator).to(dtype)
+    for _ in range(1000):
+        unit = torch.rand((), device=CUDA, generator=generator) * 4 / torch.finfo(form).max
+        largest = torch.zeros((), device=CUDA)
+        plain, turned = narrow_both_(x, unit, largest, form)
+        wanted = narrow(x, unit, form)
+        assert torch.equal(plain.view(torch.uint8), wanted.view(torch.uint8))
+        assert torch.equal(turned.view(torch.uint8), turn(wanted).view(torch.uint8))
+        assert torch.equal(largest, find_largest(x))
+
+
+def test_more_than_two_thousand_million_numbers() -> None:
+    """Places beyond 2^31, either way."""
+    if torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("it needs 20 GiB")
+    t, n = 262_160, 8208
+    x = torch.zeros(t, n, device=CUDA, dtype=torch.bfloat16)
+    x[-200:] = torch.randn(200, n, device=CUDA)
+    unit, largest = torch.tensor(0.01, device=CUDA), torch.zeros((), device=CUDA)
+    plain, turned = narrow_both_(x, unit, largest, E4M3)
+    wanted = narrow(x[-200:], unit, E4M3)
+    assert torch.equal(plain[-200:].view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(turned[:, -200:].contiguous().view(torch.uint8), wanted.t().contiguous().view(torch.uint8))
+    assert not plain[:-200].view(torch.uint8).any()
+    assert torch.equal(largest, find_largest(x[-200:]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_is_added_to_a_main_gradient_of_any_width(dtype: torch.dtype) -> None:
+    x, _, _, grad = make_inputs(512)
+    unit_x, unit_grad = find_unit(x, E4M3), find_unit(grad, E5M2)
+    turned = narrow_turned(grad, unit_grad, E5M2), narrow_turned(x, unit_x, E4M3)
+    main_grad = torch.full((2048, 1024), 3.0, device=CUDA, dtype=dtype)
+    add_fp8_product_(main_grad, *turned, unit_grad, unit_x)
+    wanted = 3 + multiply(*turned, (unit_grad, unit_x), torch.float32)
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+    assert main_grad.dtype == dtype
+    assert ((main_grad - wanted).abs() <= 2 * rounding * (wanted.abs() + 3)).all()
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Rounding of bf16 to fp8, as it lies and turned, on a GPU: the kernel with several tiles against torch compiled.
+
+    PYTHONPATH=python:trainer python3 benches/gpu/fp8_cast.py
+
+Prints milliseconds and GB/s by bytes that must move: 2 read and 2 written an element. A copy (2 read, 2 written) shows
+what the memory gives; largest values (2 read) are what scales from the tensors themselves add. Medians; half a minute.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megaflow_trainer.ops.fp8_cast import E5M2, find_largest, narrow, turn
+from megaflow_trainer.ops.fp8_kernel import TILE, round_to_fp8
+
+SHAPES = ((32768, 2048), (32768, 8192), (8192, 11008))
+TILES = ((128, 64, 4), (128, 128, 4), (128, 128, 8), (256, 64, 4), (256, 64, 8), (256, 128, 8), (64, 128, 4))
+"""Tokens, columns, warps."""
+LAUNCHES, REPEATS = 10, 7
+
+
+def time_ms(work: Callable[[], object]) -> float:
+    """Median milliseconds of one call on the device; several in a row, so that the host is ahead."""
+    found = []
+    for _ in range(REPEATS + 1):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        for _ in range(LAUNCHES):
+            work()
+        events[1].record()
+        torch.cuda.synchronize()
+        found.append(events[0].elapsed_time(events[1]) / LAUNCHES)
+    return statistics.median(found[1:])
+
+
+def show(name: str, ms: float, num_bytes: int) -> None:
+    print(f"  {name:38} {ms:8.4f} ms {num_bytes / ms / 1e6:6.0f} GB/s", flush=True)
+
+
+def round_both(x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    plain = narrow(x, unit, E5M2)
+    return plain, turn(plain)
+
+
+def main() -> None:
+    start = time.perf_counter()
+    device = torch.device("cuda", 0)
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; tile in use {TILE}")
+    compiled, compiled_largest = (torch.compile(function, dynamic=False) for function in (round_both, find_largest))
+    for shape in SHAPES:
+        x = torch.randn(shape, device=device, dtype=torch.bfloat16)
+        unit, largest = torch.tensor(1e-4, device=device), torch.zeros((), device=device)
+        plain = torch.empty(shape, device=device, dtype=E5M2)
+        turned = torch.empty(shape[::-1], device=device, dtype=E5M2)
+        both = {"plain": plain, "turned": turned}
+        print(f"{shape}", flush=True)
+        copy = torch.empty_like(x)
+        show("copy", time_ms(lambda x=x, copy=copy: copy.copy_(x)), 4 * x.numel())
+        show("torch, compiled", time_ms(lambda x=x, unit=unit: compiled(x, unit)), 4 * x.numel())
+        show("largest, compiled", time_ms(lambda x=x: compiled_largest(x)), 2 * x.numel())
+        for tile in TILES:
+            for name, given, item in (
+                ("both", both, 4),
+                ("both, largest", {**both, "largest": largest}, 4),
+                ("turned alone", {"turned": turned}, 3),
+            ):
+                if item == 4 or tile == TILE:
+
+                    def work(
+                        x: Tensor = x,
+                        unit: Tensor = unit,
+                        given: dict[str, Tensor] = given,
+                        tile: tuple[int, int, int] = tile,
+                    ) -> None:
+                        round_to_fp8(x, unit, E5M2, **given, tile=tile)
+
+                    show(f"kernel {tile}, {name}", time_ms(work), item * x.numel())
+        wanted = compiled(x, unit)
+        same = [
+            bool((one.view(torch.uint8) == own.view(torch.uint8)).all())
+            for one, own in zip(round_both(x, unit), (plain, turned), strict=True)
+        ]
+        off = (wanted[0].view(torch.uint8) != plain.view(torch.uint8)).sum().item()
+        print(f"  bits of eager torch: {same}; the compiled one differs in {off} elements", flush=True)
+        if not all(same):
+            raise SystemExit("the kernel rounds otherwise than torch")
+    print(f"{time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
