@@ -58,7 +58,7 @@ def main() -> None:
 
     from megaflow_trainer.ops import fp8_kernel
 
-    found: dict[str, list[str]] = {"plain": [], "turned": [], "largest": [], "alone": []}
+    found: dict[str, list[str]] = {"plain": [], "turned": [], "largest": [], "sums": [], "alone": []}
     forms = dict(fp8_kernel.NUMBERS)
     num_cases = 0
     for name, x, unit, form in list_cases(torch.device("cpu")):
@@ -70,10 +70,12 @@ def main() -> None:
         fp8_kernel.NUMBERS[form] = forms[form]
         plain = torch.empty(x.shape, dtype=form)
         turned, alone = (torch.empty(x.shape[1], x.shape[0] + -x.shape[0] % 16, dtype=form) for _ in range(2))
-        fp8_kernel.round_to_fp8(x, unit, form, plain=plain, turned=turned, tile=(64, 32, 4))
+        sums = fp8_kernel.round_to_fp8(x, unit, form, plain=plain, turned=turned, has_sums=True, tile=(64, 32, 4))
+        assert sums is not None
         fp8_kernel.round_to_fp8(x, unit, form, turned=alone, tile=(16, 64, 4))
         same = {"plain": is_same(wide.to(form), wanted), "largest": is_same(largest[None], top[None])}
         same |= {"turned": torch.equal(turned.view(torch.uint8), turn(plain).view(torch.uint8))}
+        same |= {"sums": torch.allclose(sums, x.float().sum(0), atol=1e-5, equal_nan=True)}
         same |= {"alone": torch.equal(alone.view(torch.uint8), turned.view(torch.uint8))}
         for kind, is_equal in same.items():
             if not is_equal:

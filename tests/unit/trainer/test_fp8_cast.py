@@ -39,7 +39,11 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def test_both_ways_are_the_same_numbers_filled_up_with_zeros(dtype: torch.dtype, form: torch.dtype) -> None:
     x, unit, largest = torch.randn(37, 50).to(dtype), torch.tensor(2.0 / torch.finfo(form).max), torch.tensor(0.5)
     wanted = narrow(x, unit, form)
-    for plain, turned in (narrow_both(x, unit, form), narrow_both_(x, unit, largest, form)):
+    for has_sums, (plain, turned, sums) in (
+        (False, narrow_both(x, unit, form)),
+        (True, narrow_both_(x, unit, largest, form, has_sums=True)),
+    ):
+        assert torch.equal(sums, x.sum(0) if has_sums else x.new_empty(0))
         assert is_same(plain, wanted)
         assert turned.shape == (50, 48)
         assert turned.is_contiguous()
@@ -67,14 +71,15 @@ def test_tensors_with_gaps_and_without_elements() -> None:
     unit = torch.tensor(0.01)
     x = torch.randn(32, 20)
     for own in (x.t(), x[:, ::2], x[:1].expand(32, 20)):
-        plain, turned = narrow_both(own, unit, E5M2)
+        plain, turned, _ = narrow_both(own, unit, E5M2)
         assert is_same(plain, narrow(own.clone(memory_format=torch.contiguous_format), unit, E5M2))
         assert is_same(turned[:, : len(own)].contiguous(), plain.t().contiguous())
     for rows, columns in ((0, 16), (16, 0)):
         empty, largest = torch.empty(rows, columns), torch.tensor(1.0)
-        plain, turned = narrow_both_(empty, unit, largest, E4M3)
+        plain, turned, sums = narrow_both_(empty, unit, largest, E4M3, has_sums=True)
         assert plain.shape == (rows, columns)
         assert turned.shape == (columns, rows)
+        assert torch.equal(sums, torch.zeros(columns))
         assert largest == 1
         assert find_largest(empty) == 0
 
@@ -84,8 +89,9 @@ def test_what_the_compiler_is_told_of_the_ops_holds() -> None:
     x, unit, largest = torch.randn(37, 1), torch.tensor(0.1), torch.tensor(0.0)
     for op, given in (
         (narrow_both, (x, unit, E4M3)),
+        (narrow_both, (x, unit, E4M3, True)),
         (narrow_both, (torch.randn(5, 16).t(), unit, E5M2)),
-        (narrow_both_, (x, unit, largest, E5M2)),
+        (narrow_both_, (x, unit, largest, E5M2, True)),
         (narrow_, (x, unit, largest, E4M3)),
         (narrow_turned, (torch.randn(1, 16), unit, E4M3)),
     ):
@@ -113,7 +119,7 @@ def test_the_kernel_is_plain_torch_in_the_interpreter(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert found["num_cases"] == 108
-    assert found["differ"] == {"plain": [], "turned": [], "largest": [], "alone": []}
+    assert found["differ"] == {"plain": [], "turned": [], "largest": [], "sums": [], "alone": []}
 
 
 def compile_for_hopper(form: torch.dtype, names: set[str], *, is_ragged: bool) -> Any:
@@ -125,12 +131,12 @@ def compile_for_hopper(form: torch.dtype, names: set[str], *, is_ragged: bool) -
     from megaflow_trainer.ops import fp8_kernel
 
     name = str(fp8_kernel.NUMBERS[form])
-    given = {"x": "*bf16", "unit": "*fp32", "plain": f"*{name}", "turned": "*i32", "largest": "*fp32"}
+    given = {"x": "*bf16", "unit": "*fp32", "plain": f"*{name}", "turned": "*i32", "largest": "*fp32", "sums": "*fp32"}
     given |= dict.fromkeys(("num_rows", "num_columns", "num_padded"), "i32")
     tokens, columns, num_warps = fp8_kernel.TILE
     constants: dict[str, Any] = {"NUMBER": fp8_kernel.NUMBERS[form], "LARGEST": torch.finfo(form).max}
     constants |= {"IS_NARROW": True, "IS_RAGGED": is_ragged, "TOKENS": tokens, "COLUMNS": columns}
-    constants |= {name: None for name in ("plain", "turned", "largest") if name not in names}
+    constants |= {name: None for name in ("plain", "turned", "largest", "sums") if name not in names}
     signature = {**given, **dict.fromkeys(constants, "constexpr")}
     attributes = {
         (place,): [["tt.divisibility", 16]]
@@ -146,11 +152,11 @@ def compile_for_hopper(form: torch.dtype, names: set[str], *, is_ragged: bool) -
 @pytest.mark.parametrize("form, number", [(E4M3, "e4m3x2"), (E5M2, "e5m2x2")])
 def test_accesses_are_wide_and_each_number_is_rounded_once(form: torch.dtype, number: str, is_ragged: bool) -> None:
     """128 elements a thread: 16 loads of 8, 8 stores of 16 either way, 64 roundings of two from float32."""
-    made = compile_for_hopper(form, {"plain", "turned", "largest"}, is_ragged=is_ragged)
+    made = compile_for_hopper(form, {"plain", "turned", "largest", "sums"}, is_ragged=is_ragged)
     code = made.asm["ptx"]
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", code)) == 16
     assert len(re.findall(r"st\.global\S*\.v4\.b32", code)) == 16
-    assert len(re.findall(r"st\.global", code)) == 16
+    assert len(re.findall(r"st\.global", code)) == 16 + 1, "and the sums"
     assert len(re.findall(rf"cvt\.rn\.satfinite\.{number}\.f32", code)) == 64
     assert ".ftz" not in code, "small numbers are not taken for 0"
     assert len(re.findall(r"div\.rn\.f32", code)) == 1, "of the unit alone"

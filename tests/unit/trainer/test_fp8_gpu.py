@@ -125,10 +125,11 @@ def test_the_kernel_rounds_bit_for_bit_as_a_cpu_does() -> None:
         plain, turned, top = round_plainly(x.cpu(), unit.cpu(), form, 4.0)
         largest, again = torch.tensor([4.0, 4.0], device=CUDA).unbind()
         kept = narrow_both_(x, unit, largest, form)
-        both = narrow_both(x, unit, form)
+        both = narrow_both(x, unit, form, has_sums=True)
         same = [is_same(own.cpu(), plain) for own in (kept[0], both[0], narrow_(x, unit, again, form))]
         same += [is_same(own.cpu(), turned) for own in (kept[1], both[1], narrow_turned(x, unit, form))]
         same += [is_same(own[None].cpu(), top[None]) for own in (largest, again)]
+        same.append(torch.allclose(both[2].float(), x.float().sum(0), rtol=1e-2, atol=1e-3, equal_nan=True))
         if not all(same):
             wrong.append((name, same))
     assert not wrong
@@ -143,11 +144,12 @@ def test_the_kernel_rounds_bit_for_bit_as_torch_does(dtype: torch.dtype, form: t
     for _ in range(1000):
         unit = torch.rand((), device=CUDA, generator=generator) * 4 / torch.finfo(form).max
         largest = torch.zeros((), device=CUDA)
-        plain, turned = narrow_both_(x, unit, largest, form)
+        plain, turned, sums = narrow_both_(x, unit, largest, form, has_sums=True)
         wanted = narrow(x, unit, form)
         assert torch.equal(plain.view(torch.uint8), wanted.view(torch.uint8))
         assert torch.equal(turned.view(torch.uint8), turn(wanted).view(torch.uint8))
         assert torch.equal(largest, find_largest(x))
+    torch.testing.assert_close(sums, x.float().sum(0).to(dtype), rtol=1e-2, atol=1e-3)
 
 
 def test_more_than_two_thousand_million_numbers() -> None:
@@ -158,7 +160,7 @@ def test_more_than_two_thousand_million_numbers() -> None:
     x = torch.zeros(t, n, device=CUDA, dtype=torch.bfloat16)
     x[-200:] = torch.randn(200, n, device=CUDA)
     unit, largest = torch.tensor(0.01, device=CUDA), torch.zeros((), device=CUDA)
-    plain, turned = narrow_both_(x, unit, largest, E4M3)
+    plain, turned, _ = narrow_both_(x, unit, largest, E4M3)
     wanted = narrow(x[-200:], unit, E4M3)
     assert torch.equal(plain[-200:].view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(turned[:, -200:].contiguous().view(torch.uint8), wanted.t().contiguous().view(torch.uint8))

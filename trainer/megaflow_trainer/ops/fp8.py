@@ -144,18 +144,17 @@ class _Tensorwise(torch.autograd.Function):
         turned_x, weight, unit_x, unit_w = ctx.saved_tensors
         if ctx.unit_g is None:
             unit_g = find_unit(grad, ctx.grad_dtype)
-            g8, turned_g = narrow_both(grad, unit_g, ctx.grad_dtype)
+            g8, turned_g, sums = narrow_both(grad, unit_g, ctx.grad_dtype, ctx.has_bias)
         else:
             unit_g = ctx.unit_g
-            g8, turned_g = narrow_both_(grad, unit_g, ctx.largest_g, ctx.grad_dtype)
+            g8, turned_g, sums = narrow_both_(grad, unit_g, ctx.largest_g, ctx.grad_dtype, ctx.has_bias)
         grad_x = multiply(g8, narrow_turned(weight, unit_w, E4M3), (unit_g, unit_w), grad.dtype)
         grad_w = None
         if ctx.main_grad is None:
             grad_w = multiply(turned_g, turned_x, (unit_g, unit_x), weight.dtype)
         else:
             add_fp8_product_(ctx.main_grad, turned_g, turned_x, unit_g, unit_x)
-        grad_bias = grad.sum(0) if ctx.has_bias else None
-        return grad_x, grad_w, grad_bias, *(None for _ in range(9))
+        return grad_x, grad_w, sums if ctx.has_bias else None, *(None for _ in range(9))
 
 
 class _Rowwise(torch.autograd.Function):
@@ -194,11 +193,12 @@ class TensorwiseProduct(Product):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """As `Product`."""
         rows = x.reshape(-1, x.shape[-1])
-        plain, own = rows.detach(), weight.detach()
+        plain, own, turned_x = rows.detach(), weight.detach(), None
         units = find_unit(plain, E4M3), find_unit(own, E4M3)
-        x8, turned_x = (
-            narrow_both(plain, units[0], E4M3) if torch.is_grad_enabled() else (narrow(plain, units[0], E4M3), None)
-        )
+        if torch.is_grad_enabled():
+            x8, turned_x, _ = narrow_both(plain, units[0], E4M3)
+        else:
+            x8 = narrow(plain, units[0], E4M3)
         rounded = x8, turned_x, narrow(own, units[1], E4M3)
         y: Tensor = _Tensorwise.apply(rows, weight, bias, *rounded, *units, None, None, self.main_grad, self.grad_dtype)
         return y.view(*x.shape[:-1], -1)
@@ -250,7 +250,7 @@ class DelayedProduct(Product):
         rows = x.reshape(-1, x.shape[-1])
         plain, own, turned_x = rows.detach(), weight.detach(), None
         if torch.is_grad_enabled():
-            x8, turned_x = narrow_both_(plain, self.unit_x, self.largest_x, E4M3)
+            x8, turned_x, _ = narrow_both_(plain, self.unit_x, self.largest_x, E4M3)
             w8 = narrow_(own, self.unit_w, self.largest_w, E4M3)
         else:
             x8, w8 = narrow(plain, self.unit_x, E4M3), narrow(own, self.unit_w, E4M3)

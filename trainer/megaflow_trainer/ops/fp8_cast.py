@@ -62,15 +62,20 @@ def _(largest: Tensor, found: Tensor) -> None:
 
 
 @torch.library.custom_op("megaflow::narrow_both", mutates_args=())
-def narrow_both(x: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`[t, n]` rounded as `narrow` does, and the same turned as `turn` does."""
-    return _round_both(x, unit, None, dtype)
+def narrow_both(x: Tensor, unit: Tensor, dtype: torch.dtype, has_sums: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """`[t, n]` rounded as `narrow` does, the same turned as `turn` does, and sums over the tokens.
+
+    Sums are of `x` itself, added in fp32, in its dtype, `[n]`; empty where they are not wanted.
+    """
+    return _round_both(x, unit, None, dtype, has_sums)
 
 
 @torch.library.custom_op("megaflow::narrow_both_", mutates_args={"largest"})
-def narrow_both_(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def narrow_both_(
+    x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, has_sums: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `narrow_both`; `largest` becomes the largest |x| if that is larger, or if any x is not a number."""
-    return _round_both(x, unit, largest, dtype)
+    return _round_both(x, unit, largest, dtype, has_sums)
 
 
 @torch.library.custom_op("megaflow::narrow_", mutates_args={"largest"})
@@ -97,13 +102,15 @@ def narrow_turned(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @narrow_both.register_fake
-def _(x: Tensor, unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _make_plain(x, dtype), _make_turned(x, dtype)
+def _(x: Tensor, unit: Tensor, dtype: torch.dtype, has_sums: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    return _make_plain(x, dtype), _make_turned(x, dtype), x.new_empty(x.shape[1] if has_sums else 0)
 
 
 @narrow_both_.register_fake
-def _(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _make_plain(x, dtype), _make_turned(x, dtype)
+def _(
+    x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, has_sums: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _make_plain(x, dtype), _make_turned(x, dtype), x.new_empty(x.shape[1] if has_sums else 0)
 
 
 @narrow_.register_fake
@@ -116,16 +123,18 @@ def _(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
     return _make_turned(x, dtype)
 
 
-def _round_both(x: Tensor, unit: Tensor, largest: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _round_both(
+    x: Tensor, unit: Tensor, largest: Tensor | None, dtype: torch.dtype, has_sums: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     run = _find_kernel(x)
     if run is None:
         if largest is not None:
             keep_largest_(largest, find_largest(x))
         plain = narrow(x, unit, dtype)
-        return plain, turn(plain)
+        return plain, turn(plain), x.sum(0) if has_sums else x.new_empty(0)
     plain, turned = _make_plain(x, dtype), _make_turned(x, dtype)
-    run(x.contiguous(), unit, dtype, plain=plain, turned=turned, largest=largest)
-    return plain, turned
+    sums = run(x.contiguous(), unit, dtype, plain=plain, turned=turned, largest=largest, has_sums=has_sums)
+    return plain, turned, x.new_empty(0) if sums is None else sums.to(x.dtype)
 
 
 def _make_plain(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,14 +146,14 @@ def _make_turned(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((n, t + -t % MULTIPLE), dtype=dtype)
 
 
-def _find_kernel(x: Tensor) -> Callable[..., None] | None:
+def _find_kernel(x: Tensor) -> Callable[..., Tensor | None] | None:
     """What rounds in one pass, or None where that cannot be."""
     is_known = x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return _make_kernel(x.device) if is_known else None
 
 
 @functools.cache
-def _make_kernel(device: torch.device) -> Callable[..., None] | None:
+def _make_kernel(device: torch.device) -> Callable[..., Tensor | None] | None:
     """The kernel, tried once."""
     if torch.cuda.get_device_capability(device) < (8, 9):
         return None

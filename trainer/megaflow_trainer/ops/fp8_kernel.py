@@ -51,6 +51,7 @@ def round_tile(  # noqa: PLR0913  # what a kernel needs
     plain: tl.tensor,
     turned: tl.tensor,
     largest: tl.tensor,
+    sums: tl.tensor,
     num_rows: tl.tensor,
     num_columns: tl.tensor,
     num_padded: tl.tensor,
@@ -70,6 +71,7 @@ def round_tile(  # noqa: PLR0913  # what a kernel needs
         turned: words of four fp8 numbers, int32 `[n, padded t / 4]`, or None.
         largest: float32 scalar, at least 0, that becomes the largest |x| if that is larger, and not a number if any x
             is not; or None. Floats of one sign are ordered as their bits are, not-a-number last.
+        sums: float32 `[tiles over t, n]`, sums of x over the tokens of a tile, or None.
         num_rows: t.
         num_columns: n.
         num_padded: tokens of `turned`, a multiple of 16; those beyond t are 0.
@@ -98,6 +100,9 @@ def round_tile(  # noqa: PLR0913  # what a kernel needs
     if largest is not None:
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         tl.atomic_max(largest.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(bits), sem="relaxed")
+    if sums is not None:
+        of_tile = tl.sum(tl.sum(value, axis=1), axis=0)
+        tl.store(sums + (tl.program_id(0) // across).to(tl.int64) * num_columns + column, of_tile, column < num_columns)
     if turned is not None:
         # A sum, of which the compiler cannot make a second copy of the arithmetic above in the other layout.
         bytes_of_words = rounded.to(tl.uint8, bitcast=True).to(tl.int32) << (place * 8)[None, :, None]
@@ -115,8 +120,9 @@ def round_to_fp8(
     plain: Tensor | None = None,
     turned: Tensor | None = None,
     largest: Tensor | None = None,
+    has_sums: bool = False,
     tile: tuple[int, int, int] = TILE,
-) -> None:
+) -> Tensor | None:
     """Launch the kernel on the process's current GPU.
 
     Args:
@@ -126,19 +132,26 @@ def round_to_fp8(
         plain: `[t, n]` to be filled, if wanted.
         turned: `[n, t]` to be filled, if wanted, its t filled up with zeros to a multiple of 16.
         largest: float32 scalar, the largest |x| so far, if that is to be kept.
+        has_sums: whether sums of x over the tokens are wanted.
         tile: tokens, columns and warps of a program.
+
+    Returns:
+        The sums, float32 `[n]`, added in the same order every time, if wanted.
     """
     t, n = x.shape
     tokens, columns, num_warps = tile
     num_padded = -(-t // 16) * 16
+    num_tiles = triton.cdiv(num_padded, tokens)
+    sums = torch.empty(num_tiles, n, dtype=torch.float32, device=x.device) if has_sums else None
     if not x.numel():
-        return
-    round_tile[(triton.cdiv(num_padded, tokens) * triton.cdiv(n, columns),)](
+        return None if sums is None else sums.sum(0)
+    round_tile[(num_tiles * triton.cdiv(n, columns),)](
         x,
         unit,
         plain,
         None if turned is None else turned.view(torch.int32),
         largest,
+        sums,
         t,
         n,
         num_padded,
@@ -150,3 +163,4 @@ def round_to_fp8(
         COLUMNS=columns,
         num_warps=num_warps,
     )
+    return None if sums is None else sums.sum(0)
