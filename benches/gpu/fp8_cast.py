@@ -9,9 +9,11 @@ what the memory gives; largest values (2 read) are what scales from the tensors 
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +60,7 @@ def main() -> None:
         unit, largest = torch.tensor(1e-4, device=device), torch.zeros((), device=device)
         plain = torch.empty(shape, device=device, dtype=E5M2)
         turned = torch.empty(shape[::-1], device=device, dtype=E5M2)
-        both = {"plain": plain, "turned": turned}
+        both: dict[str, Any] = {"plain": plain, "turned": turned}
         print(f"{shape}", flush=True)
         copy = torch.empty_like(x)
         show("copy", time_ms(lambda x=x, copy=copy: copy.copy_(x)), 4 * x.numel())
@@ -67,19 +69,12 @@ def main() -> None:
         for tile in TILES:
             for name, given, item in (
                 ("both", both, 4),
+                ("both, sums", {**both, "has_sums": True}, 4),
                 ("both, largest", {**both, "largest": largest}, 4),
                 ("turned alone", {"turned": turned}, 3),
             ):
-                if item == 4 or tile == TILE:
-
-                    def work(
-                        x: Tensor = x,
-                        unit: Tensor = unit,
-                        given: dict[str, Tensor] = given,
-                        tile: tuple[int, int, int] = tile,
-                    ) -> None:
-                        round_to_fp8(x, unit, E5M2, **given, tile=tile)
-
+                if name in ("both", "both, sums") or tile == TILE:
+                    work = functools.partial(round_to_fp8, x, unit, E5M2, tile=tile, **given)
                     show(f"kernel {tile}, {name}", time_ms(work), item * x.numel())
         wanted = compiled(x, unit)
         same = [
