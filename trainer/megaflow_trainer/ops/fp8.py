@@ -20,9 +20,9 @@ dw with a main gradient: the fp8 product is added in a pass of its own, since fp
 That costs 8 more bytes a weight and micro-batch than the product in bf16 which adds by itself (4 where the main
 gradient is in 16 bits), about 2 ps on an H200, where 16 k tokens save 20 ps.
 
-Rounding (`ops/fp8_cast.py`): inputs and gradients are read once and written both ways, as they lie and turned; the gradient
-of the bias is summed meanwhile. What is kept for backward is x8^T (one byte an element, tokens filled up to a multiple of
-16) and the weight itself, of which backward rounds the turned one.
+Rounding (`ops/fp8_cast.py`): inputs and gradients are read once and written both ways, as they lie and turned; the
+gradient of the bias is summed meanwhile. What is kept for backward is x8^T (one byte an element, tokens filled up to a
+multiple of 16) and the weight itself, of which backward rounds the turned one.
 
 Legend: t tokens, i inputs, o outputs.
 """
