@@ -108,6 +108,20 @@ def test_a_kernel_that_cannot_be_made_leaves_torch_and_is_said_once(monkeypatch:
     assert make(torch.device("cpu")) is None
 
 
+@pytest.mark.parametrize("bits", [7, 10])
+def test_a_corrected_product_is_the_rounded_quotient(bits: int) -> None:
+    """What the kernel computes for bf16 and fp16; its fused steps are exact in float64. 16 million of 2^23 * 2^bits."""
+    generator = torch.Generator().manual_seed(bits)
+    unit = 1 + torch.randint(2**23, (2 ** (24 - bits), 1), generator=generator) / 2.0**23
+    x = 1 + torch.arange(2**bits) / 2.0**bits
+    wanted, part = x / unit, 1 / unit
+    first = x * part
+    behind = (first.double() * unit.double() - x).float()
+    found = (first.double() - behind.double() * part.double()).float()
+    assert torch.equal(found, wanted)
+    assert not torch.equal(first, wanted), "without the correction it is another"
+
+
 @needs_triton
 def test_the_kernel_is_plain_torch_in_the_interpreter(tmp_path: Path) -> None:
     """In a process of its own, because the interpreter is chosen when triton is imported."""

@@ -2,15 +2,15 @@
 
 A program takes a tile of `[t, n]`. It reads it row by row, writes it row by row, and writes it column by column, where
 four tokens of a column are one word of 32 bits: a thread holds them already, so that only words change places. All
-accesses are 16 bytes wide where n is a multiple of 16 (`tests/unit/trainer/test_fp8_kernel.py` looks).
+accesses are 16 bytes wide where n is a multiple of 16 (`tests/unit/trainer/test_fp8_cast.py` looks).
 
 Bytes an element of 16 bits: 2 read, 1 written each way: 4. Instructions an element: 15 to 18 on Hopper, of some 29 that
 there is time for at 4 TB/s; a division alone would take 10 more, and branch.
 
 x / unit is the rounded quotient, as torch divides. For 16-bit x it is x * (1 / unit) with one correction,
 q + (x - q unit) (1 / unit), which costs a third of a division. That this is the same number was tried for all 2^23
-fractions of a unit with all of bf16 and of fp16 (9.7e9 quotients; without the correction 27 % of them differ, and 1e-6
-would be rounded to another number of 8 bits). It needs units of at least 2^-80, and at most the largest float32 over
+fractions of a unit with all of bf16 and of fp16 (9.7e9 quotients; without the correction 27 % of those of bf16 differ,
+and 1e-6 would be rounded to another number of 8 bits). It needs units of at least 2^-80, and at most the largest float32 over
 the format's largest number; an infinite one gives 0, and not a number where x is infinite too, as a division does.
 
 Legend: t tokens, n columns.
@@ -37,10 +37,8 @@ def _divide(x: tl.tensor, unit: tl.tensor, LARGEST: tl.constexpr, IS_NARROW: tl.
     if IS_NARROW:
         part = tl.minimum(tl.div_rn(1.0, unit), 3.0e38, propagate_nan=tl.PropagateNan.ALL)  # 0 times it is to be 0
         whole = tl.where(unit == float("inf"), 0.0, unit)
-        q = tl.clamp(
-            x * part, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL
-        )  # finite, which the next line needs
-        # Signs are where they are so that -0 stays -0: -(x - q unit), and minus that.
+        q = tl.clamp(x * part, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        # That is finite, which the correction needs. Its signs let -0 stay -0: -(x - q unit), and minus that.
         q = tl.fma(tl.fma(q, whole, x * -1.0), part * -1.0, q)
     else:
         q = tl.div_rn(x, unit)
