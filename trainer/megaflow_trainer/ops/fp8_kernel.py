@@ -10,8 +10,9 @@ there is time for at 4 TB/s; a division alone would take 10 more, and branch.
 x / unit is the rounded quotient, as torch divides. For 16-bit x it is x * (1 / unit) with one correction,
 q + (x - q unit) (1 / unit), which costs a third of a division. That this is the same number was tried for all 2^23
 fractions of a unit with all of bf16 and of fp16 (9.7e9 quotients; without the correction 27 % of those of bf16 differ,
-and 1e-6 would be rounded to another number of 8 bits). It needs units of at least 2^-80, and at most the largest float32 over
-the format's largest number; an infinite one gives 0, and not a number where x is infinite too, as a division does.
+and 1e-6 would be rounded to another number of 8 bits). It needs units of at least 2^-80, and at most the largest
+float32 over the format's largest number; an infinite one gives 0, and not a number where x is infinite too, as a
+division does.
 
 Legend: t tokens, n columns.
 """
