@@ -1,7 +1,8 @@
 """Tensors to 8 bits: rounded in units, as they lie and turned, by plain torch or in one pass of a kernel.
 
 On a GPU the ops here are a kernel (`ops/fp8_kernel.py`) which reads a tensor once and writes it both ways; elsewhere,
-and where it cannot be made, they are plain torch, bit for bit the same. To the compiler they are opaque: what they read
+where it cannot be made, and in layers that are not compiled (`ops/fp8.py` says why), they are plain torch, bit for bit
+the same. To the compiler they are opaque: what they read
 is written once, in its own dtype, instead of being computed again for each of their results.
 
 Legend: t tokens, n columns.
@@ -62,26 +63,29 @@ def _(largest: Tensor, found: Tensor) -> None:
 
 
 @torch.library.custom_op("megaflow::narrow_both", mutates_args=())
-def narrow_both(x: Tensor, unit: Tensor, dtype: torch.dtype, has_sums: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def narrow_both(
+    x: Tensor, unit: Tensor, dtype: torch.dtype, has_sums: bool = False, by_kernel: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """`[t, n]` rounded as `narrow` does, the same turned as `turn` does, and sums over the tokens.
 
-    Sums are of `x` itself, added in fp32, in its dtype, `[n]`; empty where they are not wanted.
+    Sums are of `x` itself, added in fp32, in its dtype, `[n]`; empty where they are not wanted. `by_kernel` lets the
+    kernel do it where there is one.
     """
-    return _round_both(x, unit, None, dtype, has_sums)
+    return _round_both(x, unit, None, dtype, (has_sums, by_kernel))
 
 
 @torch.library.custom_op("megaflow::narrow_both_", mutates_args={"largest"})
 def narrow_both_(
-    x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, has_sums: bool = False
+    x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, has_sums: bool = False, by_kernel: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `narrow_both`; `largest` becomes the largest |x| if that is larger, or if any x is not a number."""
-    return _round_both(x, unit, largest, dtype, has_sums)
+    return _round_both(x, unit, largest, dtype, (has_sums, by_kernel))
 
 
 @torch.library.custom_op("megaflow::narrow_", mutates_args={"largest"})
-def narrow_(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+def narrow_(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, by_kernel: bool = True) -> Tensor:
     """As `narrow_both_`, without the turned one."""
-    run = _find_kernel(x)
+    run = _find_kernel(x) if by_kernel else None
     if run is None:
         keep_largest_(largest, find_largest(x))
         return narrow(x, unit, dtype)
@@ -91,9 +95,9 @@ def narrow_(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> Ten
 
 
 @torch.library.custom_op("megaflow::narrow_turned", mutates_args=())
-def narrow_turned(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+def narrow_turned(x: Tensor, unit: Tensor, dtype: torch.dtype, by_kernel: bool = True) -> Tensor:
     """As `narrow_both`, only the turned one."""
-    run = _find_kernel(x)
+    run = _find_kernel(x) if by_kernel else None
     if run is None:
         return turn(narrow(x, unit, dtype))
     turned = _make_turned(x, dtype)
@@ -102,31 +106,34 @@ def narrow_turned(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @narrow_both.register_fake
-def _(x: Tensor, unit: Tensor, dtype: torch.dtype, has_sums: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    x: Tensor, unit: Tensor, dtype: torch.dtype, has_sums: bool = False, by_kernel: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     return _make_plain(x, dtype), _make_turned(x, dtype), x.new_empty(x.shape[1] if has_sums else 0)
 
 
 @narrow_both_.register_fake
 def _(
-    x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, has_sums: bool = False
+    x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, has_sums: bool = False, by_kernel: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _make_plain(x, dtype), _make_turned(x, dtype), x.new_empty(x.shape[1] if has_sums else 0)
 
 
 @narrow_.register_fake
-def _(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+def _(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, by_kernel: bool = True) -> Tensor:
     return _make_plain(x, dtype)
 
 
 @narrow_turned.register_fake
-def _(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
+def _(x: Tensor, unit: Tensor, dtype: torch.dtype, by_kernel: bool = True) -> Tensor:
     return _make_turned(x, dtype)
 
 
 def _round_both(
-    x: Tensor, unit: Tensor, largest: Tensor | None, dtype: torch.dtype, has_sums: bool
+    x: Tensor, unit: Tensor, largest: Tensor | None, dtype: torch.dtype, wishes: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = _find_kernel(x)
+    has_sums, by_kernel = wishes
+    run = _find_kernel(x) if by_kernel else None
     if run is None:
         if largest is not None:
             keep_largest_(largest, find_largest(x))
