@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -47,10 +49,14 @@ def start_rank(
 
 
 def find_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
+    """A port of this machine that nobody listens on, and that no connection is given as its own end before it is used:
+    those are numbers above 32767.
+    """
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", port))
+            return port
 
 
 def meet(*, num_nodes: int, restarts: int = 0) -> tuple[str, ...]:
@@ -78,15 +84,18 @@ def wait_for(log: Path, word: str, agents: Sequence[subprocess.Popen[str]], *, t
 
 
 def end(agents: Sequence[subprocess.Popen[str]]) -> list[int]:
-    """Wait for the agents and return their codes; those that do not end are killed with their ranks."""
+    """Wait for the agents and return their codes; those that do not end are killed with their ranks, and say -9. Where
+    one has failed the others get a minute.
+    """
     deadline = time.monotonic() + WAIT_S
-    try:
-        return [agent.wait(timeout=max(0.0, deadline - time.monotonic())) for agent in agents]
-    finally:
-        for agent in agents:
-            if agent.poll() is None:
-                agent.kill()
-                agent.wait()
+    while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
+        if any(agent.poll() for agent in agents):
+            deadline = min(deadline, time.monotonic() + 60)
+        time.sleep(0.05)
+    for agent in agents:
+        if agent.poll() is None:
+            agent.kill()
+    return [agent.wait() for agent in agents]
 
 
 def is_running(process: int) -> bool:

@@ -64,7 +64,7 @@ def test_stages_on_two_nodes_train_like_one_rank(prefix: str, tmp_path: Path) ->
     flags = [*TINY, *LENGTH, *words.split(), "--data-path", prefix, "--run-dir", str(tmp_path / "run")]
     options = meet(num_nodes=2)
     agents = [start_agent(tmp_path / f"{node}.log", flags, nproc=nproc, options=options) for node in range(2)]
-    assert end(agents) == [0, 0]
+    assert end(agents) == [0, 0], [(tmp_path / f"{node}.log").read_text() for node in range(2)]
     run_tiny(prefix, [*LENGTH, "--run-dir", str(tmp_path / "one")])
     for one, two in zip(read_curve(tmp_path / "one"), read_curve(tmp_path / "run"), strict=True):
         assert two[1] == pytest.approx(one[1], abs=2e-5)
