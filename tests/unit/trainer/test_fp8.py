@@ -14,7 +14,6 @@ from helpers.pairs import write_pair
 from helpers.runs import TINY, one_rank, read_metrics, read_tensors, run_tiny
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
-from megaflow_trainer.ops import fp8_cast
 from megaflow_trainer.ops.fp8 import DelayedProduct, RowwiseProduct, TensorwiseProduct
 from megaflow_trainer.ops.linear import Linear, Product
 from megaflow_trainer.parallel import precision
@@ -400,19 +399,3 @@ def test_compiled_blocks_are_whole_and_share_one_graph(
     one, other = read_metrics(tmp_path / "eager"), read_metrics(tmp_path / "compiled")
     assert [line["lm_loss"] for line in other] == pytest.approx([line["lm_loss"] for line in one], rel=5e-4)
     assert [line["grad_norm"] for line in other] == pytest.approx([line["grad_norm"] for line in one], rel=1e-2)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_the_rounding_kernel_is_asked_for_by_compiled_layers_alone(
-    recipe: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Tensor] = []
-    monkeypatch.setattr(fp8_cast, "_find_kernel", lambda x: asked.append(x))
-    product = TensorwiseProduct("hybrid") if recipe == "tensorwise" else DelayedProduct("hybrid", torch.device("cpu"))
-    layer, x, grad = make_layer(product, True, rows=32)
-    torch._dynamo.reset()
-    forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True) if is_compiled else layer.forward
-    forward(x).backward(grad)
-    assert len(asked) == (0 if not is_compiled else 3 if recipe == "tensorwise" else 4)

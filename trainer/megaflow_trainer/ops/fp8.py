@@ -24,10 +24,6 @@ Rounding (`ops/fp8_cast.py`): inputs and gradients are read once and written bot
 gradient of the bias is summed meanwhile. What is kept for backward is x8^T (one byte an element, tokens filled up to a
 multiple of 16) and the weight itself, of which backward rounds the turned one.
 
-The kernel serves compiled layers, as runs on GPUs have them. In a layer that is not compiled its turned results have
-been seen to be wrong in parts on an H200 (one test, the first product of a process; the cause is not known), while
-compiled runs give the losses of plain torch; so there plain torch rounds.
-
 Legend: t tokens, i inputs, o outputs.
 """
 
@@ -146,14 +142,13 @@ class _Tensorwise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         turned_x, weight, unit_x, unit_w = ctx.saved_tensors
-        by_kernel = torch.compiler.is_compiling()
         if ctx.unit_g is None:
             unit_g = find_unit(grad, ctx.grad_dtype)
-            g8, turned_g, sums = narrow_both(grad, unit_g, ctx.grad_dtype, ctx.has_bias, by_kernel)
+            g8, turned_g, sums = narrow_both(grad, unit_g, ctx.grad_dtype, ctx.has_bias)
         else:
             unit_g = ctx.unit_g
-            g8, turned_g, sums = narrow_both_(grad, unit_g, ctx.largest_g, ctx.grad_dtype, ctx.has_bias, by_kernel)
-        grad_x = multiply(g8, narrow_turned(weight, unit_w, E4M3, by_kernel), (unit_g, unit_w), grad.dtype)
+            g8, turned_g, sums = narrow_both_(grad, unit_g, ctx.largest_g, ctx.grad_dtype, ctx.has_bias)
+        grad_x = multiply(g8, narrow_turned(weight, unit_w, E4M3), (unit_g, unit_w), grad.dtype)
         grad_w = None
         if ctx.main_grad is None:
             grad_w = multiply(turned_g, turned_x, (unit_g, unit_x), weight.dtype)
@@ -201,7 +196,7 @@ class TensorwiseProduct(Product):
         plain, own, turned_x = rows.detach(), weight.detach(), None
         units = find_unit(plain, E4M3), find_unit(own, E4M3)
         if torch.is_grad_enabled():
-            x8, turned_x, _ = narrow_both(plain, units[0], E4M3, False, torch.compiler.is_compiling())
+            x8, turned_x, _ = narrow_both(plain, units[0], E4M3)
         else:
             x8 = narrow(plain, units[0], E4M3)
         rounded = x8, turned_x, narrow(own, units[1], E4M3)
@@ -255,9 +250,8 @@ class DelayedProduct(Product):
         rows = x.reshape(-1, x.shape[-1])
         plain, own, turned_x = rows.detach(), weight.detach(), None
         if torch.is_grad_enabled():
-            by_kernel = torch.compiler.is_compiling()
-            x8, turned_x, _ = narrow_both_(plain, self.unit_x, self.largest_x, E4M3, False, by_kernel)
-            w8 = narrow_(own, self.unit_w, self.largest_w, E4M3, by_kernel)
+            x8, turned_x, _ = narrow_both_(plain, self.unit_x, self.largest_x, E4M3)
+            w8 = narrow_(own, self.unit_w, self.largest_w, E4M3)
         else:
             x8, w8 = narrow(plain, self.unit_x, E4M3), narrow(own, self.unit_w, E4M3)
         rounded = x8, turned_x, w8

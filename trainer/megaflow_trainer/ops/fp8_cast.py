@@ -1,8 +1,7 @@
 """Tensors to 8 bits: rounded in units, as they lie and turned, by plain torch or in one pass of a kernel.
 
 On a GPU the ops here are a kernel (`ops/fp8_kernel.py`) which reads a tensor once and writes it both ways; elsewhere,
-where it cannot be made, and in layers that are not compiled (`ops/fp8.py` says why), they are plain torch, bit for bit
-the same. To the compiler they are opaque: what they read
+and where it cannot be made, they are plain torch, bit for bit the same. To the compiler they are opaque: what they read
 is written once, in its own dtype, instead of being computed again for each of their results.
 
 Legend: t tokens, n columns.
@@ -14,7 +13,6 @@ import functools
 import subprocess
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,29 +61,26 @@ def _(largest: Tensor, found: Tensor) -> None:
 
 
 @torch.library.custom_op("megaflow::narrow_both", mutates_args=())
-def narrow_both(
-    x: Tensor, unit: Tensor, dtype: torch.dtype, has_sums: bool = False, by_kernel: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+def narrow_both(x: Tensor, unit: Tensor, dtype: torch.dtype, has_sums: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """`[t, n]` rounded as `narrow` does, the same turned as `turn` does, and sums over the tokens.
 
-    Sums are of `x` itself, added in fp32, in its dtype, `[n]`; empty where they are not wanted. `by_kernel` lets the
-    kernel do it where there is one.
+    Sums are of `x` itself, added in fp32, in its dtype, `[n]`; empty where they are not wanted.
     """
-    return _round_both(x, unit, None, dtype, (has_sums, by_kernel))
+    return _round_both(x, unit, None, dtype, has_sums)
 
 
 @torch.library.custom_op("megaflow::narrow_both_", mutates_args={"largest"})
 def narrow_both_(
-    x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, has_sums: bool = False, by_kernel: bool = True
+    x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, has_sums: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `narrow_both`; `largest` becomes the largest |x| if that is larger, or if any x is not a number."""
-    return _round_both(x, unit, largest, dtype, (has_sums, by_kernel))
+    return _round_both(x, unit, largest, dtype, has_sums)
 
 
 @torch.library.custom_op("megaflow::narrow_", mutates_args={"largest"})
-def narrow_(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, by_kernel: bool = True) -> Tensor:
+def narrow_(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
     """As `narrow_both_`, without the turned one."""
-    run = _find_kernel(x) if by_kernel else None
+    run = _find_kernel(x)
     if run is None:
         keep_largest_(largest, find_largest(x))
         return narrow(x, unit, dtype)
@@ -95,9 +90,9 @@ def narrow_(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, by_ker
 
 
 @torch.library.custom_op("megaflow::narrow_turned", mutates_args=())
-def narrow_turned(x: Tensor, unit: Tensor, dtype: torch.dtype, by_kernel: bool = True) -> Tensor:
+def narrow_turned(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
     """As `narrow_both`, only the turned one."""
-    run = _find_kernel(x) if by_kernel else None
+    run = _find_kernel(x)
     if run is None:
         return turn(narrow(x, unit, dtype))
     turned = _make_turned(x, dtype)
@@ -106,34 +101,31 @@ def narrow_turned(x: Tensor, unit: Tensor, dtype: torch.dtype, by_kernel: bool =
 
 
 @narrow_both.register_fake
-def _(
-    x: Tensor, unit: Tensor, dtype: torch.dtype, has_sums: bool = False, by_kernel: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, unit: Tensor, dtype: torch.dtype, has_sums: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return _make_plain(x, dtype), _make_turned(x, dtype), x.new_empty(x.shape[1] if has_sums else 0)
 
 
 @narrow_both_.register_fake
 def _(
-    x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, has_sums: bool = False, by_kernel: bool = True
+    x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, has_sums: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _make_plain(x, dtype), _make_turned(x, dtype), x.new_empty(x.shape[1] if has_sums else 0)
 
 
 @narrow_.register_fake
-def _(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype, by_kernel: bool = True) -> Tensor:
+def _(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
     return _make_plain(x, dtype)
 
 
 @narrow_turned.register_fake
-def _(x: Tensor, unit: Tensor, dtype: torch.dtype, by_kernel: bool = True) -> Tensor:
+def _(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
     return _make_turned(x, dtype)
 
 
 def _round_both(
-    x: Tensor, unit: Tensor, largest: Tensor | None, dtype: torch.dtype, wishes: tuple[bool, bool]
+    x: Tensor, unit: Tensor, largest: Tensor | None, dtype: torch.dtype, has_sums: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    has_sums, by_kernel = wishes
-    run = _find_kernel(x) if by_kernel else None
+    run = _find_kernel(x)
     if run is None:
         if largest is not None:
             keep_largest_(largest, find_largest(x))
@@ -156,24 +148,49 @@ def _make_turned(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _find_kernel(x: Tensor) -> Callable[..., Tensor | None] | None:
     """What rounds in one pass, or None where that cannot be."""
     is_known = x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return _make_kernel(x.device) if is_known else None
+    return _make_kernel(x.device, x.dtype) if is_known else None
 
 
 @functools.cache
-def _make_kernel(device: torch.device) -> Callable[..., Tensor | None] | None:
-    """The kernel, tried once."""
+def _make_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor | None] | None:
+    """The kernel for tensors of a dtype, tried once: it serves where its bits are those of plain torch."""
     if torch.cuda.get_device_capability(device) < (8, 9):
         return None
     try:
         from megaflow_trainer.ops.fp8_kernel import round_to_fp8  # needs triton, which may not be installed
 
-        given: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-        x = torch.zeros(MULTIPLE, MULTIPLE, **given)
-        round_to_fp8(x, x.new_ones((), dtype=torch.float32), E4M3, plain=_make_plain(x, E4M3))
+        wrong = _compare(round_to_fp8, device, dtype)
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # no compiler, an unknown GPU
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        warnings.warn(
-            f"tensors are rounded to fp8 in several passes, since a kernel could not be made: {why}", stacklevel=2
-        )
-        return None
-    return round_to_fp8
+        why = f"a kernel could not be made: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    else:
+        if not wrong:
+            return round_to_fp8
+        why = f"the kernel that this version of Triton makes gives wrong results ({wrong[0]})"
+    warnings.warn(f"tensors are rounded to fp8 in several passes, since {why}", stacklevel=2)
+    return None
+
+
+_RESULTS = (
+    *(("plain", "turned"), ("plain", "turned", "sums"), ("turned",)),
+    *(("plain", "turned", "largest"), ("plain", "turned", "largest", "sums"), ("plain", "largest")),
+)
+"""What layers ask the kernel for with scales from tensors, and with delayed ones; each is code of its own."""
+
+
+def _compare(run: Callable[..., Tensor | None], device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Which results are not those of plain torch, and beside which others: compilers have been seen to lose bytes."""
+    wrong = []
+    x = torch.linspace(-3, 3, 144 * 80, device=device).view(144, 80).sin().to(dtype)
+    for form in (E4M3, E5M2):
+        unit = torch.full((), 0.9 / torch.finfo(form).max, device=device)
+        plain = narrow(x, unit, form)
+        for names in _RESULTS:
+            own = {"plain": _make_plain(x, form), "turned": _make_turned(x, form), "largest": unit.new_zeros(())}
+            given = {name: own[name] for name in names if name != "sums"}
+            sums = run(x, unit, form, has_sums="sums" in names, **given)
+            same = {"largest": bool(own["largest"] == find_largest(x))}
+            same["plain"] = torch.equal(own["plain"].view(torch.uint8), plain.view(torch.uint8))
+            same["turned"] = torch.equal(own["turned"].view(torch.uint8), turn(plain).view(torch.uint8))
+            same["sums"] = sums is not None and torch.allclose(sums, x.float().sum(0), atol=1e-3)
+            wrong += [f"{name} of {'+'.join(names)} in {form}" for name in names if not same[name]]
+    return wrong
