@@ -107,9 +107,9 @@ def test_a_kernel_that_cannot_be_made_leaves_torch_and_is_said_once(monkeypatch:
     monkeypatch.setitem(sys.modules, "megaflow_trainer.ops.fp8_kernel", None)
     make = fp8_cast._make_kernel.__wrapped__
     with pytest.warns(UserWarning, match="several passes, since a kernel could not be made: ModuleNotFoundError"):
-        assert make(torch.device("cpu"), torch.bfloat16) is None
+        assert make(torch.device("cpu"), torch.bfloat16, E4M3, ("turned",)) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert make(torch.device("cpu"), torch.bfloat16) is None
+    assert make(torch.device("cpu"), torch.bfloat16, E4M3, ("turned",)) is None
 
 
 @pytest.mark.parametrize("lost", [None, "plain", "turned", "largest", "sums"])
@@ -127,12 +127,12 @@ def test_a_kernel_whose_results_are_wrong_is_left_alone_in_words(
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "megaflow_trainer.ops.fp8_kernel", SimpleNamespace(round_to_fp8=run))
-    make = fp8_cast._make_kernel.__wrapped__
+    wanted = torch.device("cpu"), torch.bfloat16, E5M2, ("plain", "turned", "largest", "sums")
     if lost is None:
-        assert make(torch.device("cpu"), torch.bfloat16) is run
+        assert fp8_cast._make_kernel.__wrapped__(*wanted) is run
         return
-    with pytest.warns(UserWarning, match=f"gives wrong results \\({lost} of "):
-        assert make(torch.device("cpu"), torch.bfloat16) is None
+    with pytest.warns(UserWarning, match=f"gives wrong results \\({lost}, in torch.float8_e5m2\\)"):
+        assert fp8_cast._make_kernel.__wrapped__(*wanted) is None
 
 
 @pytest.mark.parametrize("bits", [7, 10])

@@ -80,7 +80,7 @@ def narrow_both_(
 @torch.library.custom_op("megaflow::narrow_", mutates_args={"largest"})
 def narrow_(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
     """As `narrow_both_`, without the turned one."""
-    run = _find_kernel(x)
+    run = _find_kernel(x, dtype, ("plain", "largest"))
     if run is None:
         keep_largest_(largest, find_largest(x))
         return narrow(x, unit, dtype)
@@ -92,7 +92,7 @@ def narrow_(x: Tensor, unit: Tensor, largest: Tensor, dtype: torch.dtype) -> Ten
 @torch.library.custom_op("megaflow::narrow_turned", mutates_args=())
 def narrow_turned(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
     """As `narrow_both`, only the turned one."""
-    run = _find_kernel(x)
+    run = _find_kernel(x, dtype, ("turned",))
     if run is None:
         return turn(narrow(x, unit, dtype))
     turned = _make_turned(x, dtype)
@@ -125,7 +125,8 @@ def _(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Tensor:
 def _round_both(
     x: Tensor, unit: Tensor, largest: Tensor | None, dtype: torch.dtype, has_sums: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = _find_kernel(x)
+    names = ("plain", "turned", *(("largest",) if largest is not None else ()), *(("sums",) if has_sums else ()))
+    run = _find_kernel(x, dtype, names)
     if run is None:
         if largest is not None:
             keep_largest_(largest, find_largest(x))
@@ -145,52 +146,49 @@ def _make_turned(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((n, t + -t % MULTIPLE), dtype=dtype)
 
 
-def _find_kernel(x: Tensor) -> Callable[..., Tensor | None] | None:
-    """What rounds in one pass, or None where that cannot be."""
+def _find_kernel(x: Tensor, form: torch.dtype, names: tuple[str, ...]) -> Callable[..., Tensor | None] | None:
+    """What rounds in one pass and gives the results that are named, or None where that cannot be."""
     is_known = x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return _make_kernel(x.device, x.dtype) if is_known else None
+    return _make_kernel(x.device, x.dtype, form, names) if is_known else None
 
 
 @functools.cache
-def _make_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor | None] | None:
-    """The kernel for tensors of a dtype, tried once: it serves where its bits are those of plain torch."""
+def _make_kernel(
+    device: torch.device, dtype: torch.dtype, form: torch.dtype, names: tuple[str, ...]
+) -> Callable[..., Tensor | None] | None:
+    """The kernel, tried once in each of its forms: it serves where its bits are those of plain torch."""
     if torch.cuda.get_device_capability(device) < (8, 9):
         return None
     try:
         from megaflow_trainer.ops.fp8_kernel import round_to_fp8  # needs triton, which may not be installed
 
-        wrong = _compare(round_to_fp8, device, dtype)
+        wrong = _compare(round_to_fp8, device, dtype, form, names)
     except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # no compiler, an unknown GPU
         why = f"a kernel could not be made: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
     else:
         if not wrong:
             return round_to_fp8
-        why = f"the kernel that this version of Triton makes gives wrong results ({wrong[0]})"
+        why = f"the kernel that this version of Triton makes gives wrong results ({', '.join(wrong)}, in {form})"
     warnings.warn(f"tensors are rounded to fp8 in several passes, since {why}", stacklevel=2)
     return None
 
 
-_RESULTS = (
-    *(("plain", "turned"), ("plain", "turned", "sums"), ("turned",)),
-    *(("plain", "turned", "largest"), ("plain", "turned", "largest", "sums"), ("plain", "largest")),
-)
-"""What layers ask the kernel for with scales from tensors, and with delayed ones; each is code of its own."""
-
-
-def _compare(run: Callable[..., Tensor | None], device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Which results are not those of plain torch, and beside which others: compilers have been seen to lose bytes."""
-    wrong = []
+def _compare(
+    run: Callable[..., Tensor | None],
+    device: torch.device,
+    dtype: torch.dtype,
+    form: torch.dtype,
+    names: tuple[str, ...],
+) -> list[str]:
+    """Which of the results are not those of plain torch: compilers have been seen to lose bytes."""
     x = torch.linspace(-3, 3, 144 * 80, device=device).view(144, 80).sin().to(dtype)
-    for form in (E4M3, E5M2):
-        unit = torch.full((), 0.9 / torch.finfo(form).max, device=device)
-        plain = narrow(x, unit, form)
-        for names in _RESULTS:
-            own = {"plain": _make_plain(x, form), "turned": _make_turned(x, form), "largest": unit.new_zeros(())}
-            given = {name: own[name] for name in names if name != "sums"}
-            sums = run(x, unit, form, has_sums="sums" in names, **given)
-            same = {"largest": bool(own["largest"] == find_largest(x))}
-            same["plain"] = torch.equal(own["plain"].view(torch.uint8), plain.view(torch.uint8))
-            same["turned"] = torch.equal(own["turned"].view(torch.uint8), turn(plain).view(torch.uint8))
-            same["sums"] = sums is not None and torch.allclose(sums, x.float().sum(0), atol=1e-3)
-            wrong += [f"{name} of {'+'.join(names)} in {form}" for name in names if not same[name]]
-    return wrong
+    unit = torch.full((), 0.9 / torch.finfo(form).max, device=device)
+    plain = narrow(x, unit, form)
+    own = {"plain": _make_plain(x, form), "turned": _make_turned(x, form), "largest": unit.new_zeros(())}
+    given = {name: own[name] for name in names if name != "sums"}
+    sums = run(x, unit, form, has_sums="sums" in names, **given)
+    same = {"largest": bool(own["largest"] == find_largest(x))}
+    same["plain"] = torch.equal(own["plain"].view(torch.uint8), plain.view(torch.uint8))
+    same["turned"] = torch.equal(own["turned"].view(torch.uint8), turn(plain).view(torch.uint8))
+    same["sums"] = sums is not None and torch.allclose(sums, x.float().sum(0), atol=1e-3)
+    return [name for name in names if not same[name]]
