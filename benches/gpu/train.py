@@ -111,9 +111,10 @@ def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]
         if profile:
             stem = Path(folder) / "profile" / f"rank_0_to_{last}"
             table = stem.with_suffix(".txt").read_text(encoding="utf-8")
-            trace = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
             found |= {"exposed_communication_s": read_exposed(table), "profile": table}
-            found["kernels"] = list_longest(trace["traceEvents"], options.kernels)
+            if options.kernels:
+                trace = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
+                found["kernels"] = list_longest(trace["traceEvents"], options.kernels)
         return found
 
 

@@ -84,17 +84,19 @@ def wait_for(log: Path, word: str, agents: Sequence[subprocess.Popen[str]], *, t
 
 
 def end(agents: Sequence[subprocess.Popen[str]]) -> list[int]:
-    """Wait for the agents and return their codes; those that do not end are killed with their ranks, and say -9. Where
-    one has failed the others get a minute.
+    """Wait for the agents and return their codes; those that do not end are killed, and say -9. Once one has failed the
+    others have two minutes.
     """
-    deadline = time.monotonic() + WAIT_S
-    while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
-        if any(agent.poll() for agent in agents):
-            deadline = min(deadline, time.monotonic() + 60)
-        time.sleep(0.05)
-    for agent in agents:
-        if agent.poll() is None:
-            agent.kill()
+    deadline, has_failed = time.monotonic() + WAIT_S, False
+    try:
+        while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
+            if not has_failed and any(agent.poll() for agent in agents):
+                deadline, has_failed = min(deadline, time.monotonic() + 120), True
+            time.sleep(0.05)
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                agent.kill()
     return [agent.wait() for agent in agents]
 
 

@@ -386,7 +386,7 @@ def test_divisors_near_a_huge_number_are_found_at_once() -> None:
         ("--start-weight-decay 0.1", r"\(--start-weight-decay\) has no effect without --weight-decay-incr-style"),
         ("--hysteresis 3", r"\(--hysteresis\) has no effect without --fp16"),
         ("--moe-router-force-load-balancing", "model.is_router_random has no effect without --num-experts"),
-        ("--profile-kernels-only", "log.profiles_host has no effect without --profile"),
+        ("--profile-kernels-only", "log.profiles_kernels_only has no effect without --profile"),
     ],
 )
 def test_a_setting_of_something_that_is_off_says_that_it_changes_nothing(flags: str, note: str) -> None:

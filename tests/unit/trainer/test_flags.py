@@ -333,19 +333,27 @@ def test_threads_and_prefetch_change_the_loader_and_not_the_samples(
     assert one["curve"] == two["curve"]
 
 
-@pytest.mark.parametrize("given, tp, kept", [(None, 2, "1"), ("8", 2, "8"), (None, 1, None)])
+@pytest.mark.parametrize(
+    "given, flags, kept",
+    [
+        (None, {"tp": 2}, "1"),
+        ("8", {"tp": 2}, "8"),
+        (None, {"tp": 1}, None),
+        (None, {"tp": 2, "overlaps": False}, None),
+        (None, {"tp": 2, "zero": 3}, None),
+    ],
+)
 def test_kernels_begin_as_launched_where_products_have_collectives_beside_them(
-    given: str | None, tp: int, kept: str | None, monkeypatch: pytest.MonkeyPatch
+    given: str | None, flags: dict[str, Any], kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megaflow_trainer.config.sections import ParallelConfig
-    from megaflow_trainer.parallel.mesh import keep_launch_order
+    from megaflow_trainer.parallel.mesh import LAUNCH_QUEUES, keep_launch_order
 
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    monkeypatch.delenv(name, raising=False)
-    environment = {} if given is None else {name: given}
+    environment = {} if given is None else {LAUNCH_QUEUES: given}
     monkeypatch.setattr(os, "environ", environment)
-    keep_launch_order(ParallelConfig(tp=tp))
-    assert environment.get(name) == kept
+    notes = keep_launch_order(ParallelConfig(**flags))
+    assert environment.get(LAUNCH_QUEUES) == kept
+    assert len(notes) == (kept == "1")
 
 
 def test_the_backend_is_the_one_asked_for_where_a_gpu_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:

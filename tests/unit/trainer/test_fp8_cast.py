@@ -102,16 +102,41 @@ def test_what_the_compiler_is_told_of_the_ops_holds() -> None:
         torch.library.opcheck(op, given, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_a_kernel_that_cannot_be_made_leaves_torch_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+WANTED = torch.device("cpu"), torch.bfloat16, E5M2, (("plain", "turned", "largest", "sums"), (144, 77))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        (None, "ModuleNotFoundError"),
+        ("PTXASError", "PTXASError: "),
+        ("TritonError", "TritonError: no reason given"),
+        ("RuntimeError", "RuntimeError: no reason given"),
+    ],
+)
+def test_a_kernel_that_cannot_be_made_leaves_torch_and_is_said(
+    kind: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.errors import TritonError
+    from triton.runtime.errors import PTXASError
+
+    def fail(*args: Any, **given: Any) -> None:
+        raise {"PTXASError": PTXASError("for sm_999"), "TritonError": TritonError(), "RuntimeError": RuntimeError()}[
+            str(kind)
+        ]
+
+    module = None if kind is None else SimpleNamespace(round_to_fp8=fail)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setitem(sys.modules, "megaflow_trainer.ops.fp8_kernel", None)
+    monkeypatch.setitem(sys.modules, "megaflow_trainer.ops.fp8_kernel", module)
     make = fp8_cast._make_kernel.__wrapped__
-    with pytest.warns(UserWarning, match="several passes, since a kernel could not be made: ModuleNotFoundError"):
-        assert make(torch.device("cpu"), torch.bfloat16, E4M3, ("turned",)) is None
+    with pytest.warns(UserWarning, match=f"several passes, since a kernel could not be made: {said}"):
+        assert make(*WANTED) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert make(torch.device("cpu"), torch.bfloat16, E4M3, ("turned",)) is None
+    assert make(*WANTED) is None
 
 
+@needs_triton
 @pytest.mark.parametrize("lost", [None, "plain", "turned", "largest", "sums"])
 def test_a_kernel_whose_results_are_wrong_is_left_alone_in_words(
     lost: str | None, monkeypatch: pytest.MonkeyPatch
@@ -127,17 +152,16 @@ def test_a_kernel_whose_results_are_wrong_is_left_alone_in_words(
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "megaflow_trainer.ops.fp8_kernel", SimpleNamespace(round_to_fp8=run))
-    wanted = torch.device("cpu"), torch.bfloat16, E5M2, ("plain", "turned", "largest", "sums")
     if lost is None:
-        assert fp8_cast._make_kernel.__wrapped__(*wanted) is run
+        assert fp8_cast._make_kernel.__wrapped__(*WANTED) is run
         return
     with pytest.warns(UserWarning, match=f"gives wrong results \\({lost}, in torch.float8_e5m2\\)"):
-        assert fp8_cast._make_kernel.__wrapped__(*wanted) is None
+        assert fp8_cast._make_kernel.__wrapped__(*WANTED) is None
 
 
 @pytest.mark.parametrize("bits", [7, 10])
 def test_a_corrected_product_is_the_rounded_quotient(bits: int) -> None:
-    """What the kernel computes for bf16 and fp16; its fused steps are exact in float64. 16 million of 2^23 * 2^bits."""
+    """What the kernel computes for bf16 and fp16, in float64, where its first step is exact. 2^24 of 2^(23 + bits)."""
     generator = torch.Generator().manual_seed(bits)
     unit = 1 + torch.randint(2**23, (2 ** (24 - bits), 1), generator=generator) / 2.0**23
     x = 1 + torch.arange(2**bits) / 2.0**bits

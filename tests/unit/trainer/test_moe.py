@@ -390,7 +390,7 @@ def test_scores_that_random_numbers_stand_in_for_get_their_gradient(kind: str) -
     context = make_context(Places(config), torch.zeros(B, S))
     assert context.rows is not None
     drawn = draw_scores(context.rows, router.site, E, torch.float64).flatten(0, 1).requires_grad_()
-    chosen, weights = choose(drawn, config, router.expert_bias)
+    chosen, weights = choose(drawn, config, None)
     routing = router(x, context)
     assert torch.equal(routing.chosen, chosen)
     assert torch.equal(routing.weights, weights)

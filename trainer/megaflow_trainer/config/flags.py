@@ -277,7 +277,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--profile-step-start", "log.profile_start"),
     Flag("--profile-step-end", "log.profile_end"),
     Flag("--profile-ranks", "log.profile_ranks"),
-    Flag("--profile-kernels-only", "log.profiles_host", constant=False),
+    Flag("--profile-kernels-only", "log.profiles_kernels_only", constant=True),
     Flag("--max-nonfinite-steps", "guard.max_bad_steps"),
     Flag("--spike-threshold", "guard.spike_threshold"),
     Flag("--spike-window", "guard.spike_window"),

@@ -151,7 +151,7 @@ _DEPENDENCES = (
         "--fp16",
         lambda config: config.step.dtype == "fp16",
     ),
-    Dependence("log", ("profiles_host",), "--profile", lambda config: config.log.is_profiled),
+    Dependence("log", ("profiles_kernels_only",), "--profile", lambda config: config.log.is_profiled),
 )
 
 

@@ -70,9 +70,9 @@ class LogConfig:
     """Last iteration that is profiled."""
     profile_ranks: tuple[str, ...] = ("0",)
     """Ranks that are profiled."""
-    profiles_host: bool = True
-    """Whether a profile on a GPU tells operations and phases on the host too, which slows a step; otherwise kernels
-    only."""
+    profiles_kernels_only: bool = False
+    """Whether a profile on a GPU traces kernels alone: operations and phases on the host, which it traces otherwise,
+    slow a step."""
 
     def __post_init__(self) -> None:
         others = [

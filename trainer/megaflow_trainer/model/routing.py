@@ -78,7 +78,7 @@ class Router(nn.Module):
         if config.is_router_random:
             drawn = draw_scores(_find_rows(context), self.site, logits.shape[1], logits.dtype)
             logits = drawn.flatten(0, -2) + (logits - logits.detach())  # a zero with their gradient: rounds nothing
-        chosen, weights = choose(logits, config, self.expert_bias)
+        chosen, weights = choose(logits, config, None if config.is_router_random else self.expert_bias)
         kept, num_rows = self._limit(chosen, weights)
         if not self.training:
             return Routing(chosen, weights, kept, num_rows, None)

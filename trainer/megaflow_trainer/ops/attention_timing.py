@@ -120,6 +120,9 @@ def _draw(shape: AttentionShape, need: Need) -> tuple[torch.Tensor, torch.Tensor
     return make(shape.n, shape.d), make(shape.g, shape.d), make(shape.g, shape.e), grad
 
 
+_WIDTH, _PRODUCTS = 4096, 30  # 5 ms on an H200 in 16 bits
+
+
 def _keep_busy(need: Need) -> None:
     """Give a GPU work for longer than the host takes to launch what is timed: in a run the host is ahead, and a package
     whose launches cost it much is none the slower.
@@ -128,9 +131,6 @@ def _keep_busy(need: Need) -> None:
     y = torch.empty_like(x)
     for _ in range(_PRODUCTS):
         torch.mm(x, x, out=y)
-
-
-_WIDTH, _PRODUCTS = 4096, 30  # 5 ms on an H200
 
 
 def _time_once(entry: Entry, shape: AttentionShape, need: Need) -> float:

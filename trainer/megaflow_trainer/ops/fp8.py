@@ -20,9 +20,9 @@ dw with a main gradient: the fp8 product is added in a pass of its own, since fp
 That costs 8 more bytes a weight and micro-batch than the product in bf16 which adds by itself (4 where the main
 gradient is in 16 bits), about 2 ps on an H200, where 16 k tokens save 20 ps.
 
-Rounding (`ops/fp8_cast.py`): inputs and gradients are read once and written both ways, as they lie and turned; the
-gradient of the bias is summed meanwhile. What is kept for backward is x8^T (one byte an element, tokens filled up to a
-multiple of 16) and the weight itself, of which backward rounds the turned one.
+Rounding (`ops/fp8_cast.py`), tensorwise and delayed: one pass over inputs and gradients writes them both ways, as they
+lie and turned, and sums the gradient of the bias meanwhile. What is kept for backward is x8^T (one byte an element,
+tokens filled up to a multiple of 16) and the weight itself, of which backward rounds the turned one. Rowwise keeps x.
 
 Legend: t tokens, i inputs, o outputs.
 """
@@ -48,13 +48,14 @@ from megaflow_trainer.ops.linear import Product, add_product_
 
 GRADIENTS = {"hybrid": E5M2, "e4m3": E4M3}
 """The dtype of gradients by the kind of format."""
-_SMALLEST = 1e-12
+SMALLEST = 1e-12
+"""What the largest value of a tensor is taken for if that is smaller."""
 _FIRST_ACTIVATION, _FIRST_GRADIENT = 16.0, 1.0
 
 
 def find_unit(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
     """What 1 stands for in fp8, fp32: a scalar, or one for each run along `dim`, which stays."""
-    return find_largest(x, dim).clamp(min=_SMALLEST) / torch.finfo(dtype).max
+    return find_largest(x, dim).clamp(min=SMALLEST) / torch.finfo(dtype).max
 
 
 def multiply(
@@ -100,7 +101,7 @@ def add_fp8_product_(main_grad: Tensor, grad: Tensor, x: Tensor, unit_grad: Tens
 
     The product, summed in fp32, is rounded to the dtype of `main_grad`: 8 bytes a weight of 16 bits (2 written, 4 read,
     2 written), by kernels that torch has for equal dtypes. Left in fp32 it would be 12 in a kernel of its own. What the
-    rounding of the product loses, 2^-9 of it in bf16, is no more than what rounding the sum loses anyway.
+    rounding of the product loses, 2^-9 of it in bf16, is of the order of what rounding the sum loses anyway.
     """
     dtype = main_grad.dtype if main_grad.element_size() == 2 else torch.float32
     main_grad.add_(multiply(grad, x, (unit_grad, unit_x), dtype))

@@ -1,8 +1,9 @@
 """Tensors to 8 bits: rounded in units, as they lie and turned, by plain torch or in one pass of a kernel.
 
 On a GPU the ops here are a kernel (`ops/fp8_kernel.py`) which reads a tensor once and writes it both ways; elsewhere,
-and where it cannot be made, they are plain torch, bit for bit the same. To the compiler they are opaque: what they read
-is written once, in its own dtype, instead of being computed again for each of their results.
+and where it cannot be made, they are plain torch, bit for bit the same but for sums, which are added in another order.
+To the compiler they are opaque: what they read is written once, in its own dtype, instead of being computed again for
+each of their results.
 
 Legend: t tokens, n columns.
 """
@@ -10,6 +11,7 @@ Legend: t tokens, n columns.
 from __future__ import annotations
 
 import functools
+import math
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -149,28 +151,44 @@ def _make_turned(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _find_kernel(x: Tensor, form: torch.dtype, names: tuple[str, ...]) -> Callable[..., Tensor | None] | None:
     """What rounds in one pass and gives the results that are named, or None where that cannot be."""
     is_known = x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return _make_kernel(x.device, x.dtype, form, names) if is_known else None
+    shape = tuple(_SAMPLE[0] if size % MULTIPLE == 0 else _SAMPLE[1] for size in x.shape)
+    return _make_kernel(x.device, x.dtype, form, (names, shape)) if is_known else None
+
+
+_SAMPLE = (144, 77)
+"""Of what is compared, for sizes that are a multiple of 16 and for others, since Triton makes a kernel for each."""
 
 
 @functools.cache
 def _make_kernel(
-    device: torch.device, dtype: torch.dtype, form: torch.dtype, names: tuple[str, ...]
+    device: torch.device, dtype: torch.dtype, form: torch.dtype, wanted: tuple[tuple[str, ...], tuple[int, ...]]
 ) -> Callable[..., Tensor | None] | None:
-    """The kernel, tried once in each of its forms: it serves where its bits are those of plain torch."""
+    """The kernel, tried once for each dtype, format, set of results and kind of shape: it serves where its bits are
+    those of plain torch.
+    """
     if torch.cuda.get_device_capability(device) < (8, 9):
         return None
     try:
-        from megaflow_trainer.ops.fp8_kernel import round_to_fp8  # needs triton, which may not be installed
+        from triton.errors import TritonError  # of its compiler and assembler; triton may not be installed
 
-        wrong = _compare(round_to_fp8, device, dtype, form, names)
-    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # no compiler, an unknown GPU
-        why = f"a kernel could not be made: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    else:
-        if not wrong:
-            return round_to_fp8
-        why = f"the kernel that this version of Triton makes gives wrong results ({', '.join(wrong)}, in {form})"
-    warnings.warn(f"tensors are rounded to fp8 in several passes, since {why}", stacklevel=2)
+        from megaflow_trainer.ops.fp8_kernel import round_to_fp8
+    except ImportError as error:
+        _tell(f"a kernel could not be made: {type(error).__name__}: {error}")
+        return None
+    try:
+        wrong = _compare(round_to_fp8, device, dtype, form, *wanted)
+    except (TritonError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # no compiler, an unknown GPU
+        first = next(iter(str(error).strip().splitlines()), "no reason given")
+        _tell(f"a kernel could not be made: {type(error).__name__}: {first}")
+        return None
+    if not wrong:
+        return round_to_fp8
+    _tell(f"the kernel that this version of Triton makes gives wrong results ({', '.join(wrong)}, in {form})")
     return None
+
+
+def _tell(why: str) -> None:
+    warnings.warn(f"tensors are rounded to fp8 in several passes, since {why}", stacklevel=3)
 
 
 def _compare(
@@ -179,9 +197,10 @@ def _compare(
     dtype: torch.dtype,
     form: torch.dtype,
     names: tuple[str, ...],
+    shape: tuple[int, ...],
 ) -> list[str]:
     """Which of the results are not those of plain torch: compilers have been seen to lose bytes."""
-    x = torch.linspace(-3, 3, 144 * 80, device=device).view(144, 80).sin().to(dtype)
+    x = torch.linspace(-300, 300, math.prod(shape), device=device).sin().view(shape).to(dtype)
     unit = torch.full((), 0.9 / torch.finfo(form).max, device=device)
     plain = narrow(x, unit, form)
     own = {"plain": _make_plain(x, form), "turned": _make_turned(x, form), "largest": unit.new_zeros(())}

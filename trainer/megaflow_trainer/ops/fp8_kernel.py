@@ -54,7 +54,7 @@ def _divide(x: tl.tensor, unit: tl.tensor, LARGEST: tl.constexpr, IS_NARROW: tl.
 
 @triton.jit
 def _load(x: tl.tensor, at: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """A row of four, in float32."""
+    """One of four rows that follow each other, of every word of a tile, in float32."""
     return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -80,7 +80,7 @@ def _round(  # noqa: PLR0913  # what a kernel needs
 
 
 @triton.jit
-def _make_words(  # what a kernel needs
+def _make_words(
     q_0: tl.tensor, q_1: tl.tensor, q_2: tl.tensor, q_3: tl.tensor, NUMBER: tl.constexpr, BY_ASSEMBLER: tl.constexpr
 ) -> tl.tensor:
     """Four numbers, rounded, in one word, the first in its lowest byte.

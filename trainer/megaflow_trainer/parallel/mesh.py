@@ -136,14 +136,21 @@ def choose_device(launch: Launch, backend: str | None) -> tuple[torch.device, st
     return torch.device("cuda", launch.local_rank), "nccl", []
 
 
-def keep_launch_order(parallel: ParallelConfig) -> None:
-    """Let kernels of all streams begin in the order in which they are launched, unless the environment says otherwise.
+LAUNCH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
-    A product takes all of a GPU until it is done. A collective of tensor parallelism that is to travel beside it is
-    launched first, and begins first only so. The driver reads the variable when it starts.
+
+def keep_launch_order(parallel: ParallelConfig) -> list[str]:
+    """Let kernels of all streams begin in the order in which they are launched, where collectives of tensor parallelism
+    are to travel beside products, unless the environment says otherwise; a line that says so.
+
+    A product takes all of a GPU until it is done. What is to travel beside it is launched first, and begins first only
+    so. Not with ZeRO 3, whose gathers of weights are launched long before they may begin. The driver reads the variable
+    when it starts.
     """
-    if parallel.tp > 1:
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if parallel.tp == 1 or not parallel.overlaps or parallel.zero == 3 or LAUNCH_QUEUES in os.environ:
+        return []
+    os.environ[LAUNCH_QUEUES] = "1"
+    return [f"{LAUNCH_QUEUES}=1, so that collectives begin before the products beside them; set it to have another"]
 
 
 def start_group(launch: Launch, store: dist.Store | None, backend: str) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from megaflow_trainer.config.precision_section import FP8_WIDTH
 from megaflow_trainer.config.sections import KernelConfig, PrecisionConfig
 from megaflow_trainer.model.gpt import GPT, Block
-from megaflow_trainer.ops.fp8 import DelayedProduct, RowwiseProduct, TensorwiseProduct
+from megaflow_trainer.ops.fp8 import SMALLEST, DelayedProduct, RowwiseProduct, TensorwiseProduct
 from megaflow_trainer.ops.fp8_cast import MULTIPLE, find_largest
 from megaflow_trainer.ops.layer_packages import EngineProduct, TorchaoProduct
 from megaflow_trainer.ops.linear import Linear, Product
@@ -86,7 +86,7 @@ class DelayedScales:
             return
         largest = self.history[..., 0] if self.config.history_algo == "most_recent" else self.history.amax(-1)
         own = [unit for product in self.products for unit in product.units]
-        units = largest / self.limits * 2.0**self.config.margin
+        units = largest.clamp(min=SMALLEST) / self.limits * 2.0**self.config.margin
         units = torch.where(largest > 0, units, torch.stack(own).view(-1, 3))
         torch._foreach_copy_(own, list(units.view(-1).unbind()))
 

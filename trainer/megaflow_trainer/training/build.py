@@ -234,7 +234,7 @@ def introduce(run: Run, notes: Sequence[str]) -> None:
     do_on_first(lambda: prepare_metrics(run.folder, keep_until=start.step if start.is_own else None), mesh.world_group)
     for note in notes:
         say(mesh, f" note: {note}")
-    if config.log.is_profiled and not config.log.profiles_host and mesh.device.type != "cuda":
+    if config.log.is_profiled and config.log.profiles_kernels_only and mesh.device.type != "cuda":
         say(mesh, " note: --profile-kernels-only has no effect on a CPU, which runs operations and no kernels")
     for line in describe_needs(config, mesh.device):
         say(mesh, f" {line}")

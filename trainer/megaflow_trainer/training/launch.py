@@ -53,8 +53,9 @@ def _run(config: TrainConfig, notes: Sequence[str], own: Launch, meeting: Meetin
     peers = PeerWatch(rank, ranks, store, record=lambda reason: record(RANK_LOST, reason))
     peers.start()
     try:
-        keep_launch_order(config.parallel)
+        order_notes = keep_launch_order(config.parallel)
         device, backend, device_notes = choose_device(own, config.parallel.backend)
+        device_notes += order_notes if device.type == "cuda" else []
         start_group(own, store, backend)
         layout = make_layout(config.parallel, world_size=world_size, num_kv_heads=config.model.kv_heads)
         code = train(config, build_mesh(own, device, backend, layout), [*notes, *device_notes], ending)

@@ -33,7 +33,7 @@ class Profiler:
         own, self.mesh, self.clock = config.log, mesh, clock
         self.is_on = own.is_profiled and str(mesh.rank) in own.profile_ranks
         self.first, self.last = own.profile_start, own.profile_end
-        self.has_host = own.profiles_host or mesh.device.type != "cuda"
+        self.has_host = not own.profiles_kernels_only or mesh.device.type != "cuda"
         self.folder = Path(own.run_dir or ".") / "profile"
         self.num_steps = 0
         self._profile: Any = None
