@@ -9,8 +9,10 @@ what the memory gives; largest values (2 read) are what scales from the tensors 
 
 from __future__ import annotations
 
+import argparse
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +53,11 @@ def round_both(x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: there is no GPU here, and this times a kernel on one")
     start = time.perf_counter()
     device = torch.device("cuda", 0)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; tile in use {TILE}")
