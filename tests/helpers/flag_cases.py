@@ -265,4 +265,4 @@ WATCH: dict[str, str | tuple[str, str]] = {
     "--hang-timeout": "--hang-timeout 60",
     "--straggler-ratio": "--straggler-ratio 2",
 }
-"""Flags of checkpoints, sinks and guards: what they do is in test_resume.py and test_guards.py."""
+"""Flags of checkpoints, sinks and guards: what they do is in test_resume.py, test_guards.py and test_profile.py."""
