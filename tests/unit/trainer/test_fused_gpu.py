@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import score_rows
 from helpers.fused_adam import CASES, compare, compare_unaligned, make
 from helpers.pairs import write_pair
 from helpers.runs import TINY, read_curve, run_tiny
 from megaflow_trainer.config import read_command
+from megaflow_trainer.ops import scores
 from megaflow_trainer.ops.attention import ATTENTION, attend_cudnn, attend_math
 from megaflow_trainer.ops.attention_timing import AttentionShape, time_attention
 from megaflow_trainer.ops.registry import Need
@@ -37,6 +39,18 @@ def test_one_pass_of_adamw_is_the_reference(case: str) -> None:
     for kind, difference in differences.items():
         largest = 8 * BF16 if loose is None else loose.get(kind, 1e-6)
         assert difference <= largest, (kind, difference)
+
+
+def test_scores_by_the_kernel_are_those_of_plain_torch() -> None:
+    """Losses to 4e-6; gradients to a rounding, or to 1e-5 of the token's weight in fp32."""
+    device = torch.device("cuda", 0)
+    for num_columns in (50304, 128256, 1000):
+        assert all(scores._find_kernel(device, dtype, num_columns) for dtype in score_rows.DTYPES)
+    from megaflow_trainer.ops.scores_kernel import TILE  # needs triton
+
+    for tile in (TILE, (64, 4)):
+        for name, difference in score_rows.find_differences(device, tile).items():
+            assert difference <= (4e-6 if name.endswith("losses") else 10 if "float32" in name else 1.1), (tile, name)
 
 
 def test_tensors_may_begin_anywhere() -> None:

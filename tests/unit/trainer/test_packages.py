@@ -151,7 +151,7 @@ def attend_tokens_first(q: Tensor, k: Tensor, v: Tensor, scale: float | None, le
 def test_flash_attn_4_is_called_as_it_asks(
     window: int | None, scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fake with the arguments of 4.0.0b36; the op's gradients are those that the fake backward gives."""
+    """A fake with the arguments of 4.0.0b36; the op's gradients are those that the fake backward writes."""
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, window_size: Any, return_lse: bool
@@ -163,7 +163,7 @@ def test_flash_attn_4_is_called_as_it_asks(
         out, lse = attend_block(*parts, offset=0, window=window, scale=softmax_scale)
         return out.transpose(1, 2), lse
 
-    def backward(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    def backward(*tensors: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, **options: Any) -> tuple[Tensor, ...]:
         factor = options.pop("softmax_scale")
         sides = {"window_size_left": None, "window_size_right": None}
         if window is not None:
@@ -172,7 +172,10 @@ def test_flash_attn_4_is_called_as_it_asks(
         assert tensors[4].is_contiguous()
         q, k, v, out, grad = (tensor.transpose(1, 2) for tensor in tensors[:5])
         found = attend_block_backward(grad, (q, k, v), (out, tensors[5]), offset=0, window=window, scale=factor)
-        return tuple(part.transpose(1, 2) for part in found)
+        for made, part in zip((dq, dk, dv), found, strict=True):
+            assert made.is_contiguous(), "the kernel would be followed by a copy"
+            made.copy_(part.transpose(1, 2))
+        return dq, dk, dv
 
     install(monkeypatch, flash_attn__cute__flash_attn_func=forward, flash_attn__cute__interface__x=None)
     sys.modules["flash_attn.cute.interface"]._flash_attn_bwd = backward  # type: ignore[attr-defined]

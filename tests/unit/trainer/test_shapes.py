@@ -164,6 +164,19 @@ def test_only_the_rotated_part_of_a_head_turns() -> None:
     assert not torch.equal(rotate(x, rotary)[..., 1:, :4], x[..., 1:, :4])
 
 
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_gradients_of_rotated_channels_are_those_of_differences(is_interleaved: bool, fraction: float) -> None:
+    """In fp64, with the gain of yarn: turning back is not undoing."""
+    config = make_config(**ROPE, rotary_fraction=fraction, rotary_scaling="yarn", rotary_factor=4.0)
+    rotary = make_rotary(config, torch.arange(5), CPU)
+    assert rotary is not None
+    wide = Rotary(rotary.cos.double(), rotary.sin.double(), is_interleaved)
+    x = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True)
+    assert rotate(x, wide).norm() > 1.01 * x.norm()
+    assert torch.autograd.gradcheck(lambda x: rotate(x, wide), (x,))
+
+
 @pytest.mark.parametrize("scaling", ["linear", "ntk", "llama3", "yarn"])
 def test_scaling_leaves_fast_pairs_and_stretches_the_slowest_by_the_factor(scaling: str) -> None:
     shape: dict[str, object] = {**ROPE, "head_dim": 128, "max_positions": 8192, "rotary_base": 500000.0}

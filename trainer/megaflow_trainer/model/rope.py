@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,18 +92,40 @@ def _yarn_kept(r: int, base: float, original: int) -> Tensor:
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Turn the first r channels of queries or keys `[b, n, s, d]` by their positions; computed in fp32."""
-    r = 2 * rotary.cos.shape[-1]
-    turned, rest = x[..., :r], x[..., r:]
-    wide = turned.to(torch.promote_types(x.dtype, torch.float32))
-    if rotary.is_interleaved:
-        first, second = wide[..., 0::2], wide[..., 1::2]
-    else:
-        first, second = wide[..., : r // 2], wide[..., r // 2 :]
-    parts = (first * rotary.cos - second * rotary.sin, second * rotary.cos + first * rotary.sin)
-    out = torch.stack(parts, -1).flatten(-2) if rotary.is_interleaved else torch.cat(parts, -1)
-    return torch.cat([out.to(x.dtype), rest], -1) if rest.shape[-1] else out.to(x.dtype)
+    turned: Tensor = _Rotation.apply(x, rotary.cos, rotary.sin, rotary.is_interleaved)
+    return turned
 
 
 def rotate_both(q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
     """Queries and keys, turned."""
     return rotate(q, rotary), rotate(k, rotary)
+
+
+class _Rotation(torch.autograd.Function):
+    """Gradients are turned back by the same angles. What autograd derives from slices and concatenations reads every
+    gradient several times: 276 us instead of 110 a layer of Llama 1.3B, if backward is as fast as forward (H200).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.is_interleaved = is_interleaved
+        return _rotate(x, cos, sin, is_interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin, ctx.is_interleaved), None, None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
+    r = 2 * cos.shape[-1]
+    turned, rest = x[..., :r], x[..., r:]
+    wide = turned.to(torch.promote_types(x.dtype, torch.float32))
+    if is_interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = wide[..., : r // 2], wide[..., r // 2 :]
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    out = torch.stack(parts, -1).flatten(-2) if is_interleaved else torch.cat(parts, -1)
+    return torch.cat([out.to(x.dtype), rest], -1) if rest.shape[-1] else out.to(x.dtype)

@@ -14,42 +14,16 @@ Legend: t tokens, h hidden, v vocabulary (padded).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaflow_trainer.ops.linear import add_product_
+from megaflow_trainer.ops.scores import Score, score_chunk
 
 CHUNK_SCORES = 1 << 28
 """Scores of a chunk: 512 MiB in bf16."""
-
-
-def score_chunk(
-    scores: Tensor, target: Tensor, weights: Tensor, scale: float, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """Losses of a chunk of tokens, and the gradient of their weighted sum.
-
-    Args:
-        scores: before scaling, `[t, v]`.
-        target: token ids, int64 `[t]`.
-        weights: with which losses are summed, float32 `[t]`.
-        scale: what scores are multiplied by.
-        vocab_size: columns that are real tokens.
-
-    Returns:
-        Losses, float32 `[t]`, and the gradient, `[t, v]` in the dtype of `scores`.
-    """
-    columns = torch.arange(scores.shape[-1], device=scores.device)
-    wide = scores.float() * scale
-    wide = torch.where(columns < vocab_size, wide, float("-inf"))
-    largest = wide.amax(-1, keepdim=True)
-    powers = (wide - largest).exp()
-    total = powers.sum(-1, keepdim=True)
-    losses = (largest + total.log()).squeeze(-1) - wide.gather(-1, target[:, None]).squeeze(-1)
-    grad = (powers / total - (columns == target[:, None]).float()) * (weights[:, None] * scale)
-    return losses, grad.to(scores.dtype)
 
 
 class _Loss(torch.autograd.Function):
@@ -87,7 +61,7 @@ class AccumulatingLoss:
 
     Args:
         main_grad: of the projection, `[v, h]`.
-        score: `score_chunk`, compiled or not.
+        score: `score_chunk`, compiled or not, or what does the same.
         chunk_scores: scores that exist at once.
     """
 
@@ -95,7 +69,7 @@ class AccumulatingLoss:
         self,
         main_grad: Tensor,
         *,
-        score: Callable[..., tuple[Tensor, Tensor]] = score_chunk,
+        score: Score = score_chunk,
         chunk_scores: int = CHUNK_SCORES,
     ) -> None:
         self.main_grad, self.score, self.chunk_scores = main_grad, score, chunk_scores

@@ -68,12 +68,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> tuple[Tensor,
 def flash_4_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, left: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, as these lie."""
+    """Gradients of queries, keys and values, without gaps and in the order of their dims."""
     before, behind = _bounds(left)
     options = {"softmax_scale": scale, "causal": True, "window_size_left": before, "window_size_right": behind}
-    found = _call(_FLASH_4_BACKWARD, q, k, v, out, grad.contiguous(), lse, **options)
-    grad_q, grad_k, grad_v = (part.contiguous() for part in found[:3])
-    return grad_q, grad_k, grad_v
+    made = {name: x.new_empty(x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}  # else they may lie as q does
+    _call(_FLASH_4_BACKWARD, q, k, v, out, grad.contiguous(), lse, **options, **made)
+    return made["dq"], made["dk"], made["dv"]
 
 
 @flash_4_backward.register_fake

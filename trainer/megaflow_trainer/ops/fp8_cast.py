@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import math
-import subprocess
 import warnings
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megaflow_trainer.ops.trial import try_kernel
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
@@ -168,21 +169,19 @@ def _make_kernel(
     """
     if torch.cuda.get_device_capability(device) < (8, 9):
         return None
-    try:
-        from triton.errors import TritonError  # of its compiler and assembler; triton may not be installed
 
+    def make() -> tuple[Callable[..., Tensor | None], list[str]]:
         from megaflow_trainer.ops.fp8_kernel import round_to_fp8
-    except ImportError as error:
-        _tell(f"a kernel could not be made: {type(error).__name__}: {error}")
+
+        return round_to_fp8, _compare(round_to_fp8, device, dtype, form, *wanted)
+
+    found, why = try_kernel(make)
+    if found is None:
+        _tell(f"a kernel could not be made: {why}")
         return None
-    try:
-        wrong = _compare(round_to_fp8, device, dtype, form, *wanted)
-    except (TritonError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # no compiler, an unknown GPU
-        first = next(iter(str(error).strip().splitlines()), "no reason given")
-        _tell(f"a kernel could not be made: {type(error).__name__}: {first}")
-        return None
+    run, wrong = found
     if not wrong:
-        return round_to_fp8
+        return run
     _tell(f"the kernel that this version of Triton makes gives wrong results ({', '.join(wrong)}, in {form})")
     return None
 

@@ -8,7 +8,6 @@ waits for nothing. The rule's own `update` is the reference and serves where thi
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaflow_trainer.ops.trial import try_kernel
 from megaflow_trainer.optim.rules import Adam, Slot
 
 _WIDTHS = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,12 +73,14 @@ def make_fused(moved: Sequence[Moved]) -> tuple[FusedAdam | None, str | None]:
     obstacle = find_obstacle(moved)
     if obstacle is not None or not moved:
         return None, obstacle
-    try:
+
+    def make() -> FusedAdam:
         fused = FusedAdam(moved)
         fused.launch(skip=torch.ones((), device=moved[0].slot.master.device))
-    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:  # no compiler, an unknown GPU
-        return None, f"its kernel could not be made: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return fused, None
+        return fused
+
+    fused, why = try_kernel(make)
+    return fused, None if why is None else f"its kernel could not be made: {why}"
 
 
 @dataclass(frozen=True, slots=True)

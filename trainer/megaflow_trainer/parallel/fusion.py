@@ -19,9 +19,10 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from megaflow_trainer.model.experts import ExpertWeight
 from megaflow_trainer.model.gpt import GPT, Block
 from megaflow_trainer.model.moe import MoE
-from megaflow_trainer.ops.accumulate import AccumulatingLoss, score_chunk
+from megaflow_trainer.ops.accumulate import AccumulatingLoss
 from megaflow_trainer.ops.linear import Linear
 from megaflow_trainer.ops.rows import compile_rows
+from megaflow_trainer.ops.scores import prefer_kernel, score_chunk
 from megaflow_trainer.parallel.buckets import Bucket, Slot
 from megaflow_trainer.parallel.data import MainGradients
 
@@ -87,7 +88,7 @@ MakeLoss = Callable[[Tensor, Compiler], Callable[..., Tensor]]
 
 def make_loss(main_grad: Tensor, compiler: Compiler) -> AccumulatingLoss:
     """Of a rank that has the whole vocabulary."""
-    return AccumulatingLoss(main_grad, score=compiler(score_chunk, dynamic=False))
+    return AccumulatingLoss(main_grad, score=prefer_kernel(compiler(score_chunk, dynamic=False)))
 
 
 def accumulate_in_products(
