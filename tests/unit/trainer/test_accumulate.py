@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
 
 from helpers.pairs import write_pair
 from helpers.runs import read_metrics, run_tiny
@@ -101,6 +103,24 @@ def test_a_run_that_accumulates_in_products_is_the_run_without(
     for one, other in zip(plain, fused, strict=True):
         assert other["lm_loss"] == pytest.approx(one["lm_loss"], rel=2e-3 if loose else 1e-5)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2 if loose else 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_a_compiled_layer_writes_its_gradient_once() -> None:
+    """The gradient of the result, which two products take, is one buffer of the compiled backward."""
+    layer = Linear(16, 32, bias=False)
+    layer.product.main_grad = torch.zeros(32, 16)
+    x = torch.randn(2, 4, 16, requires_grad=True)
+
+    def run() -> None:
+        torch.compile(lambda x: F.gelu(layer(x)).transpose(0, 1), dynamic=False)(x).sum().backward()
+
+    _, codes = run_and_get_code(run)
+    taken = r"(?:reinterpret_tensor\()?(\w+)"
+    added = re.findall(rf"add_product_\.default\(\w+, {taken}", codes[-1])
+    multiplied = re.findall(rf"extern_kernels\.mm\({taken}", codes[-1])
+    assert len(added) == 1
+    assert added == multiplied
 
 
 @pytest.mark.slow  # compiling takes a minute

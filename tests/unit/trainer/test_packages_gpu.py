@@ -56,7 +56,11 @@ def test_attention_of_a_package_equals_attention_written_out(
     entry = find_attention(name, shape[3], shape[4], window)
     attend = entry.function
     if is_compiled:
-        attend = torch.compile(attend, fullgraph=entry.is_traceable, dynamic=False)
+
+        def call(*heads: Tensor, **options: Any) -> Tensor:  # of a function that is kept from the compiler it would not
+            return entry.function(*heads, **options)
+
+        attend = torch.compile(call, fullgraph=entry.is_traceable, dynamic=False)
     q, k, v = make_heads(shape)
     grad = torch.randn_like(v[:, :1].expand(-1, shape[0], -1, -1))
     y = attend(q, k, v, dropout=0.0, window=window)
@@ -121,7 +125,7 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("compiles", ["--compile", "--no-compile"])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_by_a_package_is_near_the_native_run(name: str, compiles: str, prefix: str, tmp_path: Path) -> None:
-    """8 steps, each loss within 2 %; the first, before any step, within 1e-2."""
+    """8 steps, each loss within 2 %, in fp8 4 %; the first, before any step, within 1e-2."""
     mesh = build_mesh(Launch(), CUDA, "nccl")
     try:
         run_tiny(prefix, [*MODEL, *RUNS[name], compiles, "--run-dir", str(tmp_path / "package")], mesh)
@@ -132,4 +136,4 @@ def test_a_run_by_a_package_is_near_the_native_run(name: str, compiles: str, pre
     run_tiny(prefix, [*MODEL, "--run-dir", str(tmp_path / "native")], mesh)
     one, other = ([line[1] for line in read_curve(tmp_path / kind)] for kind in ("native", "package"))
     assert other[0] == pytest.approx(one[0], abs=1e-2)
-    assert other == pytest.approx(one, rel=2e-2)
+    assert other == pytest.approx(one, rel=4e-2 if "--fp8-hybrid" in RUNS[name] else 2e-2)

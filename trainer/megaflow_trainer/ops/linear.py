@@ -72,6 +72,6 @@ class _Accumulating(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
+        flat = grad.reshape(-1, grad.shape[-1])  # for both products: of two shapes the compiler writes two copies
         add_product_(ctx.main_grad, flat, x.reshape(-1, x.shape[-1]))
-        return grad @ weight, None, flat.sum(0) if ctx.has_bias else None, None
+        return (flat @ weight).view(x.shape), None, flat.sum(0) if ctx.has_bias else None, None

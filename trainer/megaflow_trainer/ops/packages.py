@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,9 @@ class Package:
 def _load(package: Package, path: str) -> Any:
     module, _, name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what packages say of those that they use is not for who uses them
+            return getattr(importlib.import_module(module), name)
     except _FAILURES as error:
         raise PackageError(_explain(package, path, error)) from error
 

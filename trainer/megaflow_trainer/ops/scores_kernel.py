@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = (8192, 16)
+TILE = (4096, 8)
 """Columns that are taken at once, and warps of a program. `benches/gpu/scores.py` times others."""
 
 

@@ -324,7 +324,7 @@ class _Rows(torch.autograd.Function):
             own = slope.t() @ tokens
         else:
             add_product_(ctx.main_grad, slope, tokens)
-        return grad @ weight, own, None, None, None
+        return (slope @ weight).view(x.shape), own, None, None, None
 
 
 @dataclass(frozen=True, slots=True)
