@@ -102,8 +102,9 @@ def rotate_both(q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
 
 
 class _Rotation(torch.autograd.Function):
-    """Gradients are turned back by the same angles. What autograd derives from slices and concatenations reads every
-    gradient several times: 276 us instead of 110 a layer of Llama 1.3B, if backward is as fast as forward (H200).
+    """Gradients are turned back by the same angles: 12.5 ms of a step of Llama 1.3B on an H200, where what autograd
+    derives from slices and concatenations took 26.5. Both channels of a pair in one expression, so that a compiler can
+    join rotation and the gradient of the projection's result, were slower (39 ms for 24.6 of two kernels).
     """
 
     @staticmethod
@@ -119,14 +120,13 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
-    """Each channel by the cosine, its partner by the sine, or by minus that if it is the first of the pair: written as
-    one expression for all channels, which compilers join to what comes before and behind.
-    """
     r = 2 * cos.shape[-1]
-    sizes, dim = ((-1, 2), -1) if is_interleaved else ((2, -1), -2)
-    pairs = x[..., :r].to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, sizes)
-    sign = torch.arange(-1, 2, 2, device=x.device)  # of the first and of the second channel of a pair
-    sign = sign if is_interleaved else sign[:, None]
-    out = pairs * cos.unsqueeze(dim) + pairs.flip(dim) * (sin.unsqueeze(dim) * sign)
-    out = out.flatten(-2).to(x.dtype)
-    return torch.cat([out, x[..., r:]], -1) if r < x.shape[-1] else out
+    turned, rest = x[..., :r], x[..., r:]
+    wide = turned.to(torch.promote_types(x.dtype, torch.float32))
+    if is_interleaved:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    else:
+        first, second = wide[..., : r // 2], wide[..., r // 2 :]
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    out = torch.stack(parts, -1).flatten(-2) if is_interleaved else torch.cat(parts, -1)
+    return torch.cat([out.to(x.dtype), rest], -1) if rest.shape[-1] else out.to(x.dtype)
