@@ -51,6 +51,8 @@ LAYOUTS = (
     f"{_LLAMA} 16 --micro-batch-size 4 {_TP} --recompute-granularity full",
     f"{_LLAMA} 16 --micro-batch-size 2 --context-parallel-size 2 --use-distributed-optimizer",
 )
+FLAGS = "--bf16 --no-compile"
+"""Of all runs; those of compiled blocks are measured by gpu/train.py."""
 STEPS, SETTLED = 6, 3
 
 
@@ -73,13 +75,13 @@ def main() -> None:
     name, versions = torch.cuda.get_device_name(0), {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
     if rank == 0:
         what = {"what": "whole training steps, one micro-batch each, random tokens, no loader; best of 6"}
-        head = {**what, "device": name, "gpus": size, **versions, "command": "benches/planner.py"}
+        head = {**what, "flags": FLAGS, "device": name, "gpus": size, **versions, "command": "benches/planner.py"}
         print(json.dumps({**head, "runs": runs}, indent=1))
 
 
 def measure(flags: str, device: torch.device, launch: Launch) -> dict[str, Any]:
     """Peak memory after a few steps, and the fastest step."""
-    words = [*flags.split(), "--bf16", "--no-compile", "--train-iters", "1", "--data-path", "none"]
+    words = [*flags.split(), *FLAGS.split(), "--train-iters", "1", "--data-path", "none"]
     config, _ = read_command(words, world_size=launch.world_size)
     layout = make_layout(config.parallel, world_size=launch.world_size, num_kv_heads=config.model.kv_heads)
     mesh = build_mesh(launch, device, "nccl", layout)

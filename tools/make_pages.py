@@ -165,15 +165,21 @@ def make_performance() -> str:
         "Ratios to other tools are in [tokenizers.md](tokenizers.md), [notes](notes/preprocess-measurements.md) and\n"
         "`benches/`, each with its rival in the same run.\n"
     )
-    for path in sorted((ROOT / "docs/measured").glob("planner_*.json")):
+    for path in sorted(
+        [*(ROOT / "docs/measured").glob("planner_*.json"), *(ROOT / "docs/measured").glob("training_*.json")]
+    ):
         content = json.loads(path.read_text(encoding="utf-8"))
         device = content["device"].split()[-1]
-        lines += [f"## Training steps on one {content['device']}\n", f"{content.get('what', '')}.", ""]
+        kind = "not compiled" if "--no-compile" in content["flags"] else "compiled"
+        lines += [f"## Training steps on one {content['device']}, {kind}\n", f"{content.get('what', '')}.", ""]
         taken = f"torch {content['torch']}, {content['date']}, {content.get('commit', 'the commit of the file')}"
         lines += [f"{taken}, {content['command']} ([JSON](measured/{path.name})).\n"]
-        lines += ["| run (`--bf16`) | tokens/s | predicted | peak GiB | by formula |", "|---|---|---|---|---|"]
+        lines += [
+            f"| run (`{content['flags']}`) | tokens/s | predicted | peak GiB | by formula |",
+            "|---|---|---|---|---|",
+        ]
         for run in content["runs"]:
-            words = [*run["flags"].split(), "--bf16", "--train-iters", "1", "--data-path", "x"]
+            words = [*run["flags"].split(), *content["flags"].split(), "--train-iters", "1", "--data-path", "x"]
             config, _ = read_command(words, world_size=1)
             memory = sum(estimate_memory(config)[0].values()) / 2**30
             speed = predict_step(config, find_gpu(device)).tokens_per_s

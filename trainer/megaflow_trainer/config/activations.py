@@ -13,6 +13,7 @@ bytes and FLOPs are per token.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ _ELEMENTWISE = 8
 _KEPT_BYTES = {"none": 8, "bf16": 2, "fp8": 1}
 CHUNK_SCORES = 1 << 26
 """Scores that exist at once where ranks divide the vocabulary: 256 MiB in fp32."""
+WHOLE_CHUNK_SCORES = 1 << 28
+"""Scores that exist at once where a rank has the whole vocabulary and makes gradients in forward: 512 MiB in bf16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,12 @@ class Kernels:
 
     is_norm_fused: bool
     """Whether RMSNorm is one kernel; otherwise its input and its result before the weight are kept in fp32."""
+    is_compiled: bool = False
+    """Whether blocks are compiled: what is cheap is computed again, and attention's result has one layout."""
+    has_chunked_loss: bool = False
+    """Whether scores of the vocabulary exist for a chunk of tokens at a time (`ops/accumulate.py`)."""
+    product_bytes: int | None = None
+    """Bytes of an element of what products keep of their inputs; None for those of an activation. 1 in fp8."""
 
 
 GPU = Kernels(is_norm_fused=True)
@@ -97,7 +106,11 @@ def describe_attention(
         qk = v = d
     core_input = before
     # The result has the layout of the queries. That of slices is what the projection reads; another is copied for it.
-    core = float(a * n * v * (1 if is_sliced and not model.window else 2) + 4 * n)
+    has_copy = not is_sliced or model.window is not None
+    copies = 2 if has_copy and not kernels.is_compiled else 1
+    core = float(a * n * v * copies + 4 * n)
+    if kernels.product_bytes is not None:  # its kernel and the product's input, which is narrower, keep one each
+        core = float(a * n * v + kernels.product_bytes * n * v + 4 * n)
     between, entered = (1.0, 1.0) if share is None else (share.between, share.entered)
     if share is not None and share.cp > 1:
         before, core = inner, _keep_shared(model, share, a, qk, v) + 2 * a * n * v + 4 * n
@@ -170,16 +183,25 @@ def describe_mlp(model: ModelConfig, *, item_bytes: int, kernels: Kernels, share
     between, entered = (1.0, 1.0) if share is None else (share.between, share.entered)
     a, h, f = item_bytes, model.hidden_dim, model.ffn_width
     num_up = 2 if model.activation == "swiglu" else 1
-    num_kept = {"swiglu": 4, "gelu": 2, "squared_relu": 2}[model.activation]  # relu keeps its result, not its input
+    num_kept = _count_kept_inside(model, kernels) - 1  # and the last product's input
     return Half(
         parts=("mlp_activation", "mlp", "mlp_norm"),
         before=0.0,
         core_input=a * f * num_up,
-        core=a * f * num_kept,
+        core=f * (a * num_kept + (kernels.product_bytes or a)),
         before_flops=2.0 * h * f * num_up,
         core_flops=float(_ELEMENTWISE * f),
         **_describe_frame(model, a, kernels, between, entered=entered),
     )
+
+
+def _count_kept_inside(model: ModelConfig, kernels: Kernels) -> int:
+    """Tensors as wide as the middle of an MLP that backward needs. Of SwiGLU a compiled block makes silu(gate) again; a
+    squared relu keeps the relu, not its input.
+    """
+    if model.activation == "swiglu":
+        return 3 if kernels.is_compiled else 4
+    return 2
 
 
 def describe_experts(model: ModelConfig, *, item_bytes: int, kernels: Kernels, share: Share | None = None) -> Half:
@@ -194,7 +216,7 @@ def describe_experts(model: ModelConfig, *, item_bytes: int, kernels: Kernels, s
     tp, etp, between = (1, 1, 1.0) if share is None else (share.tp, share.etp, share.between)
     wide, shared = max(a, 4), model.shared_dim or 0
     num_up = 2 if model.activation == "swiglu" else 1
-    num_kept = {"swiglu": 4, "gelu": 2, "squared_relu": 2}[model.activation]
+    num_kept = _count_kept_inside(model, kernels)
     rows, inner = k * etp / tp, (k * f + shared) / tp
     routed = (wide * e + k * (2 * wide + 3 * 8)) / tp + a * rows * h
     read = wide * h / tp  # what the router reads: the norm's result, or a wider copy of it
@@ -208,7 +230,7 @@ def describe_experts(model: ModelConfig, *, item_bytes: int, kernels: Kernels, s
         core=a * num_kept * inner + a * rows * h,
         before_flops=2.0 * h * (e / tp + num_up * inner),
         core_flops=_ELEMENTWISE * inner,
-        **_describe_frame(model, a, kernels, between, entered=read / (a * h)),
+        **_describe_frame(model, a, dataclasses.replace(kernels, product_bytes=None), between, entered=read / (a * h)),
     )
 
 
@@ -221,7 +243,7 @@ def _describe_frame(
         "input": a * h * between,
         "norm": _keep_norm(model, h, 1, a, kernels) * between,
         "entering": a * h * between,
-        "normed": a * h * entered,
+        "normed": (kernels.product_bytes or a) * h * entered,
         "mask": _keep_mask(model) * between,
         "norm_flops": float(_ELEMENTWISE * h) * between,
     }
@@ -312,7 +334,7 @@ def count_activation_bytes(
         a, h = item_bytes, model.hidden_dim
         stream += (_keep_norm(model, h, 1, a, kernels) * own.between + a * h) * (1 + num_further)
         stream += num_further * _count_further(model, a, kernels) * own.between
-        loss, moment = _count_loss(model, own, tokens, a)
+        loss, moment = _count_loss(model, own, tokens, a, kernels)
     stream *= min(_KEPT_BYTES[recompute.compression], item_bytes) / item_bytes * tokens
     kept, away = (loss, stream) if recompute.is_offloaded else (loss + stream, 0.0)
     return Activations(kept=int(kept), offloaded=int(away), again=int(again * tokens), moment=int(moment))
@@ -323,13 +345,16 @@ def _pick(parts: Sequence[Collection[str]], share: Share) -> list[Collection[str
     return [parts[layer] if parts else () for layer in share.layers]
 
 
-def _count_loss(model: ModelConfig, share: Share, tokens: float, a: int) -> tuple[float, float]:
+def _count_loss(model: ModelConfig, share: Share, tokens: float, a: int, kernels: Kernels) -> tuple[float, float]:
     """Bytes that the loss keeps, and that it needs for a moment, of all tokens.
 
     On a rank with the whole vocabulary scores are kept as logarithms of probabilities in fp32, and backward makes their
-    gradient twice; where ranks divide the vocabulary, they exist for a chunk of tokens (CHUNK_SCORES).
+    gradient twice; or they exist for a chunk of tokens, and the gradient of the hidden states is kept. Where ranks
+    divide the vocabulary, they exist for a chunk of tokens too (CHUNK_SCORES).
     """
     wide, vocab, times = max(a, 4), model.vocab_size or 0, 1 + model.num_mtp_layers
+    if share.tp == 1 and kernels.has_chunked_loss:
+        return (a * model.hidden_dim + 16) * times * tokens, a * min(WHOLE_CHUNK_SCORES, tokens * vocab)
     if share.tp == 1:
         return (vocab * wide * times + 16) * tokens, 2 * wide * vocab * tokens
     rows = count_vocabulary_rows(model, share.tp)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from megaflow_trainer.config.activations import GPU, Kernels
 from megaflow_trainer.config.sections import TrainConfig
 
 
@@ -24,6 +27,28 @@ def find_default_obstacle(config: TrainConfig) -> str | None:
             "(--compile asks for it)"
         )
     return find_compile_obstacle(config)
+
+
+def find_kernels(config: TrainConfig) -> Kernels:
+    """What the kernels of a run on a GPU keep, where torch's compiler can serve it and everything fits that is asked
+    for. Products in fp8 of packages, and those whose units are of rows, keep their inputs as they are.
+    """
+    own, recompute, step = config.parallel, config.recompute, config.step
+    is_compiled = find_default_obstacle(config) is None if step.is_compiled is None else step.is_compiled
+    is_chained = recompute.method == "uniform" and (recompute.num_layers or 1) > 1
+    is_narrow = step.fp8 != "none" and config.kernels.fp8 == "native" and config.kernels.layers == "local"
+    return dataclasses.replace(
+        GPU,
+        is_compiled=is_compiled,
+        has_chunked_loss=is_compiled
+        and step.dtype in ("bf16", "fp16")
+        and step.accumulates_in_products
+        and own.zero < 2
+        and own.pp == 1
+        and not is_chained
+        and config.kernels.loss == "native",
+        product_bytes=1 if is_narrow and config.precision.recipe != "rowwise" else None,
+    )
 
 
 def check_graphs(config: TrainConfig) -> list[str]:

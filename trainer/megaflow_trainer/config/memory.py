@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from megaflow_trainer.config.activations import GPU, Kernels, count_activation_bytes
+from megaflow_trainer.config.activations import Kernels, count_activation_bytes
 from megaflow_trainer.config.arithmetic import count_state_bytes
+from megaflow_trainer.config.compiling import find_kernels
 from megaflow_trainer.config.cost_table import ITEM_BYTES, choose_parts
 from megaflow_trainer.config.layout import Layout, make_layout
 from megaflow_trainer.config.sections import TrainConfig
@@ -29,7 +30,7 @@ def find_layout(config: TrainConfig) -> Layout:
 
 
 def estimate_memory(
-    config: TrainConfig, kernels: Kernels = GPU, *, pp_rank: int | None = None
+    config: TrainConfig, kernels: Kernels | None = None, *, pp_rank: int | None = None
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes on the device and in the CPU's memory of a rank.
 
@@ -39,9 +40,10 @@ def estimate_memory(
 
     Args:
         config: a resolved configuration with the vocabulary.
-        kernels: of the device.
+        kernels: of the device; those of a GPU with the run's settings if not given.
         pp_rank: which pipeline stage; the fullest one if not given.
     """
+    kernels = find_kernels(config) if kernels is None else kernels
     if pp_rank is None:
         pp_rank = find_fullest(config, kernels)
     sizes = config.step.sizes
@@ -64,7 +66,7 @@ def estimate_memory(
     return device, {name: size for name, size in host.items() if size}
 
 
-def find_fullest(config: TrainConfig, kernels: Kernels = GPU) -> int:
+def find_fullest(config: TrainConfig, kernels: Kernels | None = None) -> int:
     """The pipeline stage whose ranks need most on the device.
 
     Of stages with as many blocks and without ends the earliest is fullest, because it has most in flight.
@@ -116,7 +118,7 @@ def _is_divided(name: str, zero: int) -> bool:
     return zero >= {"optimizer": 1, "gradients": 2, "weights": 3}[name]
 
 
-def describe_memory(config: TrainConfig, kernels: Kernels = GPU) -> str:
+def describe_memory(config: TrainConfig, kernels: Kernels | None = None) -> str:
     """The estimate as one line, in MiB."""
     device, host = estimate_memory(config, kernels)
     text = " + ".join(f"{name} {size / 2**20:.0f}" for name, size in device.items())

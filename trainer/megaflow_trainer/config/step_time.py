@@ -1,9 +1,11 @@
 """How long a step takes under a layout, predicted by formula: for comparing layouts, not for promising speed.
 
-Computing. Matrix products run at PRODUCT_RATE of the GPU's dense peak, and everything else is bound by memory: it moves
-PASSES bytes for each byte that a forward without recompute keeps. The two were set on one H200 with this trainer, seven
-runs from 124M to 16 layers of Llama 7B, with and without recompute: the rate is that of a large product there, the
-passes were fitted; predictions were within 12 % of each run (docs/planning.md).
+Computing. Matrix products run at PRODUCT_RATE of the GPU's dense peak (those of blocks in fp8 at FP8_RATE), and
+everything else is bound by memory: it moves PASSES bytes, in compiled blocks COMPILED_PASSES, for each byte that a
+forward without recompute keeps. They were set on one H200 with this trainer, seven uncompiled runs from 124M to 16
+layers of Llama 7B, with and without recompute, and eight compiled ones from 124M to 6.7B, two in fp8, one with experts:
+the rate is that of a large product there, the others were fitted; predictions were within 12 % of each run, and 7 % of
+each compiled one (docs/planning.md).
 
 Communication. Rates are LINK_RATE of what the makers state. Collectives of tensor, context and expert parallelism are
 counted as exposed, and experts as getting equally many tokens; gradients hide behind the last backward, and weights of
@@ -24,8 +26,9 @@ from megaflow_trainer.config.activations import (
     describe_experts,
     describe_mlp,
 )
-from megaflow_trainer.config.arithmetic import count_flops_per_token
-from megaflow_trainer.config.cost_table import ITEM_BYTES, choose_parts, count_block_flops
+from megaflow_trainer.config.arithmetic import count_flops_per_token, count_state_bytes
+from megaflow_trainer.config.compiling import find_kernels
+from megaflow_trainer.config.cost_table import ITEM_BYTES, choose_parts, count_attention_flops, count_block_flops
 from megaflow_trainer.config.hardware import Gpu
 from megaflow_trainer.config.memory import find_layout
 from megaflow_trainer.config.sections import ParallelConfig, RecomputeConfig, TrainConfig
@@ -39,12 +42,10 @@ from megaflow_trainer.config.shares import (
     narrow,
 )
 
-PRODUCT_RATE = 0.80
-PASSES = 22.0
+PRODUCT_RATE, FP8_RATE = 0.80, 1.25
+"""Of the peak in bf16."""
+PASSES, COMPILED_PASSES = 22.0, 10.0
 LINK_RATE = 0.7
-_STEPPED_BYTES, _KEPT_BYTES = 30, 16
-"""Bytes that a step moves for each weight that a rank steps, and for each that it holds: master, moments and main
-gradient; gradients added up, weights written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +113,7 @@ def predict_step(config: TrainConfig, gpu: Gpu, *, gpus_per_node: int = 8) -> St
         pipeline_s=message * count,
         bubble_s=bubble * micro_s,
         data_s=_time_data(config, gpu, (held, experts), micro_s, gpus_per_node),
-        optimizer_s=(_STEPPED_BYTES * stepped + _KEPT_BYTES * held) / (PRODUCT_RATE * gpu.memory_rate),
+        optimizer_s=_count_moved(config, stepped, held) / (PRODUCT_RATE * gpu.memory_rate),
         tokens=sizes.global_batch_size * config.data.seq_len,
         num_gpus=layout.size,
     )
@@ -130,13 +131,22 @@ def bubble_share(parallel: ParallelConfig, num_micro_batches: int) -> float:
     return wait / (num_micro_batches + wait)
 
 
+def _count_moved(config: TrainConfig, stepped: float, held: float) -> float:
+    """Bytes that a step moves: of each weight that a rank steps master and moments, read and written, main gradient and
+    weight; of each that it holds main gradients zeroed, added to and measured.
+    """
+    own = count_state_bytes(config.model, config.step, config.optim, num_parameters=1)
+    has_master = config.optim.main_dtype != config.step.dtype
+    weight = own["weights"] * (1 if has_master else 2)
+    return (2 * own["optimizer"] + own["gradients"] + weight) * stepped + 4 * own["gradients"] * held
+
+
 def _time_stage(config: TrainConfig, share: Share, gpu: Gpu, tokens: float) -> float:
     """Forward and backward of one micro-batch on a rank, without communication."""
     model, local, item = config.model, narrow(config.model, share.tp), ITEM_BYTES[config.step.dtype]
-    kinds = list_kinds(model, share)
+    kinds, kernels = list_kinds(model, share), find_kernels(config)
     costs = {kind: count_block_flops(local, seq_len=config.data.seq_len, has_experts=kind) for kind in set(kinds)}
     blocks = [costs[kind] for kind in kinds]
-    flops = 3 * sum(blocks) + _count_again(config, share, blocks)
     plain = count_activation_bytes(
         model,
         RecomputeConfig(),
@@ -145,11 +155,18 @@ def _time_stage(config: TrainConfig, share: Share, gpu: Gpu, tokens: float) -> f
         micro_batch_size=config.step.sizes.micro_batch_size,
         item_bytes=item,
         share=share,
+        kernels=kernels,
     )
+    flops = 3 * sum(blocks) + _count_again(config, share, blocks)
+    attended = len(kinds) * count_attention_flops(local, seq_len=config.data.seq_len)
+    attended *= flops / sum(blocks) if blocks else 0
+    rate = FP8_RATE if kernels.product_bytes == 1 else PRODUCT_RATE
+    seconds = (flops - attended) / rate + attended / PRODUCT_RATE
     if share.is_last:
-        flops += 6 * model.hidden_dim * count_vocabulary_rows(model, share.tp) * (1 + model.num_mtp_layers)
-    products = flops * tokens / (PRODUCT_RATE * gpu.peak_flops)
-    return products + PASSES * plain.kept / (PRODUCT_RATE * gpu.memory_rate)
+        head = 6 * model.hidden_dim * count_vocabulary_rows(model, share.tp) * (1 + model.num_mtp_layers)
+        seconds += head / PRODUCT_RATE
+    passes = COMPILED_PASSES if kernels.is_compiled else PASSES
+    return seconds * tokens / gpu.peak_flops + passes * plain.kept / (PRODUCT_RATE * gpu.memory_rate)
 
 
 def _count_again(config: TrainConfig, share: Share, blocks: Sequence[float]) -> float:

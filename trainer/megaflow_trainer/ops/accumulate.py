@@ -19,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megaflow_trainer.config.activations import WHOLE_CHUNK_SCORES
 from megaflow_trainer.ops.linear import add_product_
 from megaflow_trainer.ops.scores import Score, score_chunk
-
-CHUNK_SCORES = 1 << 28
-"""Scores of a chunk: 512 MiB in bf16."""
 
 
 class _Loss(torch.autograd.Function):
@@ -47,6 +45,7 @@ class _Loss(torch.autograd.Function):
             losses[run], grad = options.score(scores, target[run], weights[run], scale, vocab_size)
             torch.mm(grad, weight, out=grad_x[run])
             add_product_(options.main_grad, grad, x[run])
+            del scores, grad  # before those of the next chunk are made
         ctx.save_for_backward(grad_x)
         return losses
 
@@ -70,7 +69,7 @@ class AccumulatingLoss:
         main_grad: Tensor,
         *,
         score: Score = score_chunk,
-        chunk_scores: int = CHUNK_SCORES,
+        chunk_scores: int = WHOLE_CHUNK_SCORES,
     ) -> None:
         self.main_grad, self.score, self.chunk_scores = main_grad, score, chunk_scores
 

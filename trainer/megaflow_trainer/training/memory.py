@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megaflow_trainer.config.activations import CPU, GPU
+from megaflow_trainer.config.activations import CPU
 from megaflow_trainer.config.memory import estimate_memory
 from megaflow_trainer.config.sections import TrainConfig
 
@@ -18,7 +18,7 @@ def list_parts(config: TrainConfig, device: torch.device) -> dict[str, int]:
     """Bytes of weights, gradients, optimizer and activations on the device of a rank: the first three exact, the last
     by formula.
     """
-    return estimate_memory(config, GPU if device.type == "cuda" else CPU)[0]
+    return estimate_memory(config, None if device.type == "cuda" else CPU)[0]
 
 
 def measure_memory(device: torch.device) -> dict[str, int]:

@@ -7,7 +7,7 @@ import os
 import torch
 
 from megaflow.errors import ConfigError
-from megaflow_trainer.config.activations import CPU, GPU
+from megaflow_trainer.config.activations import CPU
 from megaflow_trainer.config.checks import Device, check_device
 from megaflow_trainer.config.cost_table import describe_plan
 from megaflow_trainer.config.flags import find_spelling
@@ -33,7 +33,7 @@ def refuse_device(config: TrainConfig, device: torch.device) -> None:
 
 def describe_needs(config: TrainConfig, device: torch.device) -> list[str]:
     """Lines about memory: the estimate, and the parts that a budget of recompute has chosen."""
-    kernels = GPU if device.type == "cuda" else CPU
+    kernels = None if device.type == "cuda" else CPU
     lines = [describe_memory(config, kernels)]
     shortage = describe_shortage(sum(estimate_memory(config, kernels)[0].values()), find_capacity(device))
     if shortage is not None:
