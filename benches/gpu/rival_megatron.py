@@ -1,20 +1,25 @@
 #!/usr/bin/env python3
 """Training steps of Megatron-Core with Transformer Engine: the rival of `train.py`, on the same rows.
 
-Needs megatron_core 0.19, transformer_engine 2.20 and flash-attn-4 on the path. Steps are whole: forward, backward,
-clipping, AdamW; tokens are random and already on the GPU, which favours the rival. Two recipes:
+Needs megatron_core 0.19, and but for `--local` transformer_engine 2.20 and flash-attn-4, on the path. Steps are whole:
+forward, backward, clipping, AdamW, by its own schedule (which marks the first micro-batch of a step: without that
+Transformer Engine would go on with the fp8 weights of the first step) and its own DistributedDataParallel; tokens are
+random and already on the GPU, which favours the rival. Weight gradients are added by the products. Two recipes:
 
-- `bf16`: weights, gradients and moments in bf16, torch's fused AdamW (megaflow's `--all-bf16`).
-- `fp32`: its own DistributedDataParallel and distributed optimizer with fp32 gradients, masters and moments; weight
-  gradients are added by the products in fp32, collectives overlap with backward and forward.
+- `bf16`: weights, gradients and moments in bf16, torch's fused AdamW (megaflow's `--all-bf16`), since its own optimizer
+  keeps masters in fp32; ranks of data parallelism reduce gradients in bf16 and hold all states.
+- `fp32`: its distributed optimizer with fp32 gradients, masters and moments; collectives overlap with backward and
+  forward.
 
 Before it is timed its attention is compared with torch's, since Transformer Engine 2.20 hands flash-attn 4 (4.0.0b36)
 the window (-1, 0) for "all earlier tokens", which that takes for a window that holds no token: fast, and the output
-has nothing to do with attention. `mend_windows` hands it over as flash-attn means it.
+has nothing to do with attention. `mend_windows` hands it over as flash-attn means it. Before gradients are added in
+bf16 a small layer is tried: if Transformer Engine's kernel does not add in bf16, they are added apart, and the line
+says so.
 
 Prints one JSON line: tokens/s over all ranks (median of the steps), peak memory, exposed communication of a step.
 
-    torchrun --nproc_per_node=1 benches/gpu/rival_megatron.py gpt-1.3b --recipe fp32
+    torchrun --standalone --nproc_per_node=1 benches/gpu/rival_megatron.py gpt-1.3b --recipe fp32
 """
 
 from __future__ import annotations
@@ -22,30 +27,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
-import statistics
 import sys
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from train import ROWS
-
-VOCAB = 50304
+from keys import record_rival
+from rival_parts import list_longest, measure_exposed, print_line, profile_step, time_steps
+from rows import ROWS, VOCAB, read_sizes
+from timing import need_gpu
 
 
 def offer_fused_sums() -> None:
     """Stand in for apex's extension that adds a weight gradient in the product, if it is not installed."""
 
     def add_product(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
-        rows = grad.reshape(-1, grad.shape[-1]).t()
-        torch.addmm(main_grad, rows, x.reshape(-1, x.shape[-1]), out_dtype=main_grad.dtype, out=main_grad)
+        rows, x = grad.reshape(-1, grad.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+        wide = {} if main_grad.dtype == x.dtype else {"out_dtype": main_grad.dtype}
+        torch.addmm(main_grad, rows, x, out=main_grad, **wide)
 
     name = "fused_weight_gradient_mlp_cuda"
     if importlib.util.find_spec(name) is None:
@@ -97,22 +99,22 @@ def check_attention(sizes: argparse.Namespace) -> float:
     return largest
 
 
-def read_row(row: str) -> argparse.Namespace:
-    """The sizes of a row of `train.py`, read from its flags."""
-    parser = argparse.ArgumentParser()
-    for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--global-batch-size", type=int, required=True)
-    parser.add_argument("--ffn-hidden-size", type=int)
-    parser.add_argument("--num-experts", type=int)
-    parser.add_argument("--moe-router-topk", type=int)
-    parser.add_argument("--moe-aux-loss-coeff", type=float)
-    parser.add_argument("--normalization", default="LayerNorm")
-    parser.add_argument("--position-embedding-type", default="learned_absolute")
-    for name in ("swiglu", "disable-bias-linear", "untie-embeddings-and-output-weights", "all-bf16"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--moe-router-force-load-balancing", action="store_true")
-    return parser.parse_args(ROWS[row].split())
+def find_sum_obstacle(options: argparse.Namespace) -> str | None:
+    """Why Transformer Engine's products cannot add gradients in bf16, tried on a small layer; None if they can."""
+    import transformer_engine.pytorch as engine
+
+    layer = engine.Linear(256, 128, bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.ones_like(layer.weight)
+    x, slope = (torch.randn(512, width, device="cuda", dtype=torch.bfloat16) for width in (256, 128))
+    try:
+        with engine.fp8_autocast(enabled=bool(options.fp8)):
+            y = layer(x)
+        y.backward(slope)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    wanted = 1 + slope.float().t() @ x.float()
+    away = ((layer.weight.main_grad.float() - wanted).abs().max() / wanted.abs().max()).item()
+    return None if away <= (0.2 if options.fp8 else 2e-2) else f"sums are {away:.2g} of the largest value away"
 
 
 def configure(sizes: argparse.Namespace, options: argparse.Namespace) -> Any:
@@ -120,7 +122,6 @@ def configure(sizes: argparse.Namespace, options: argparse.Namespace) -> Any:
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    is_main = options.recipe == "fp32"
     values: dict[str, Any] = {
         "num_layers": sizes.num_layers,
         "hidden_size": sizes.hidden_size,
@@ -132,10 +133,10 @@ def configure(sizes: argparse.Namespace, options: argparse.Namespace) -> Any:
         "activation_func": torch.nn.functional.silu if sizes.swiglu else torch.nn.functional.gelu,
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
-        "apply_rope_fusion": sizes.position_embedding_type == "rope",
+        "apply_rope_fusion": sizes.position_embedding_type == "rope" and not options.local,
         "cross_entropy_loss_fusion": True,
-        "cross_entropy_fusion_impl": options.loss,
-        "gradient_accumulation_fusion": is_main and not options.no_fusion,
+        "cross_entropy_fusion_impl": "native" if options.local else options.loss,
+        "gradient_accumulation_fusion": options.adds,
         "masked_softmax_fusion": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -144,7 +145,7 @@ def configure(sizes: argparse.Namespace, options: argparse.Namespace) -> Any:
         "pipeline_dtype": torch.bfloat16,
         "tensor_model_parallel_size": options.tp,
         "sequence_parallel": options.tp > 1,
-        "attention_backend": AttnBackend[options.attention],
+        "attention_backend": AttnBackend["auto" if options.local else options.attention],
     }
     if sizes.num_experts:
         values |= {
@@ -153,14 +154,16 @@ def configure(sizes: argparse.Namespace, options: argparse.Namespace) -> Any:
             "moe_aux_loss_coeff": sizes.moe_aux_loss_coeff,
             "moe_router_load_balancing_type": "aux_loss",
             "moe_router_force_load_balancing": sizes.moe_router_force_load_balancing,
-            "moe_grouped_gemm": True,
+            "moe_grouped_gemm": not options.local,
             "moe_token_dispatcher_type": options.dispatcher,
-            "moe_permute_fusion": True,
-            "moe_router_fusion": not options.no_fusion,
+            "moe_permute_fusion": not options.local,
+            "moe_router_fusion": not options.no_fusion and not options.local,
             "expert_model_parallel_size": options.ep,
         }
     if options.fp8:
         values |= {"fp8": "hybrid", "fp8_recipe": options.fp8}
+    if options.recompute:
+        values |= {"recompute_granularity": "selective", "recompute_modules": [options.recompute]}
     if options.graphs:
         values |= {"cuda_graph_impl": options.graphs, "use_te_rng_tracker": True}
     return TransformerConfig(**values)
@@ -168,12 +171,17 @@ def configure(sizes: argparse.Namespace, options: argparse.Namespace) -> Any:
 
 def build(sizes: argparse.Namespace, options: argparse.Namespace) -> Any:
     """The model on this rank's GPU, in bf16."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     config = configure(sizes, options)
     experts = sizes.num_experts
-    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=bool(experts))
+    if options.local:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=experts, normalization=sizes.normalization)
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=bool(experts)
+        )
     model = GPTModel(
         config,
         spec,
@@ -185,41 +193,56 @@ def build(sizes: argparse.Namespace, options: argparse.Namespace) -> Any:
     return config, model.cuda().to(torch.bfloat16)
 
 
-def make_plain_step(model: Any, forward: Callable[[], torch.Tensor], num_micro: int) -> Callable[[], None]:
-    """A step of the recipe `bf16`."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
-
-    def step() -> None:
-        for _ in range(num_micro):
-            (forward() / num_micro).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def make_main_step(
-    config: Any, model: Any, sizes: argparse.Namespace, num_micro: int, batch: tuple[torch.Tensor, ...]
-) -> Callable[[], None]:
-    """A step of the recipe `fp32`."""
+def wrap(config: Any, model: Any, recipe: str) -> Any:
+    """The model in its DistributedDataParallel, which the schedule of `config` is told of."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    is_shared = dist.get_world_size() > config.tensor_model_parallel_size
+    is_main, is_shared = recipe == "fp32", dist.get_world_size() > config.tensor_model_parallel_size
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=is_main,
         overlap_grad_reduce=is_shared,
-        overlap_param_gather=is_shared,
-        use_distributed_optimizer=True,
+        overlap_param_gather=is_shared and is_main,
+        use_distributed_optimizer=is_main,
         average_in_collective=True,
     )
     wrapped = DistributedDataParallel(config, ddp, model)
+    config.no_sync_func = wrapped.no_sync
+    config.finalize_model_grads_func = finalize_model_grads
+    if is_shared and is_main:
+        config.param_sync_func = wrapped.start_param_sync
+    return wrapped
+
+
+def make_plain_update(wrapped: Any) -> Callable[[], None]:
+    """Clipping and AdamW of the recipe `bf16`, on the gradients where they were added."""
+    weights = list(wrapped.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=1e-4, weight_decay=0.1, fused=True)
+    is_divided = wrapped.config.tensor_model_parallel_size * wrapped.config.expert_model_parallel_size > 1
+
+    def update() -> None:
+        for weight in weights:
+            weight.grad = weight.main_grad
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights])
+        if is_divided:  # what several ranks hold counts more than once: the same factor everywhere, at the same cost
+            norm = norm.square()
+            dist.all_reduce(norm)
+            norm = norm.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(weights, 1.0, norm)
+        optimizer.step()
+        for weight in weights:
+            weight.grad = None
+
+    return update
+
+
+def make_main_update(wrapped: Any) -> Callable[[], None]:
+    """Clipping and AdamW of the recipe `fp32`."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
     own = OptimizerConfig(
         optimizer="adam",
         lr=1e-4,
@@ -227,98 +250,98 @@ def make_main_step(
         bf16=True,
         params_dtype=torch.bfloat16,
         use_distributed_optimizer=True,
-        overlap_param_gather=is_shared,
+        overlap_param_gather=wrapped.ddp_config.overlap_param_gather,
         clip_grad=1.0,
     )
     optimizer = get_megatron_optimizer(own, [wrapped])
-    config.no_sync_func = wrapped.no_sync
-    config.finalize_model_grads_func = finalize_model_grads
-    if is_shared:
-        config.param_sync_func = wrapped.start_param_sync
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def make_step(config: Any, model: Any, sizes: argparse.Namespace, options: argparse.Namespace) -> Callable[[], None]:
+    """A whole step on random tokens, by Megatron's own schedule."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    wrapped = wrap(config, model, options.recipe)
+    update = make_plain_update(wrapped) if options.recipe == "bf16" else make_main_update(wrapped)
     run = get_forward_backward_func()
+    shape = (sizes.micro_batch_size, sizes.seq_length)
+    tokens, labels = (torch.randint(0, VOCAB, shape, device="cuda") for _ in range(2))
+    positions = torch.arange(sizes.seq_length, device="cuda").expand(shape).contiguous()
 
     def forward(iterator: Iterator[Any], part: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        tokens, positions, labels = batch
-        return part(tokens, positions, None, labels=labels), lambda losses: (losses.float().mean(), {})
+        losses = part(tokens, positions, None, labels=labels)
+        return losses, lambda found: (found.float().mean(), {})
 
     def step() -> None:
         wrapped.zero_grad_buffer()
-        optimizer.zero_grad()
         run(
             forward_step_func=forward,
             data_iterator=None,
             model=[wrapped],
-            num_microbatches=num_micro,
+            num_microbatches=options.num_micro,
             seq_length=sizes.seq_length,
             micro_batch_size=sizes.micro_batch_size,
             forward_only=False,
         )
-        optimizer.step()
+        update()
 
     return step
-
-
-def profile_step(step: Callable[[], None]) -> list[tuple[str, float, float]]:
-    """What ran on the GPU in one step: name, start and end in microseconds."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
-        step()
-        torch.cuda.synchronize()
-    return [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in found.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
-
-
-def measure_exposed(kernels: list[tuple[str, float, float]]) -> float:
-    """Seconds in which a kernel of NCCL ran and no other."""
-    spans = [(start, end, "nccl" in name.lower()) for name, start, end in kernels]
-    moments = sorted([(a, 1, is_nccl) for a, _, is_nccl in spans] + [(b, -1, is_nccl) for _, b, is_nccl in spans])
-    running, last, exposed = {True: 0, False: 0}, 0.0, 0.0
-    for moment, change, is_nccl in moments:
-        if running[True] and not running[False]:
-            exposed += moment - last
-        running[is_nccl] += change
-        last = moment
-    return exposed / 1e6
-
-
-def list_longest(kernels: list[tuple[str, float, float]], count: int) -> list[tuple[str, float, int]]:
-    """The kernels with the most time: name, milliseconds and calls of the step."""
-    totals: dict[str, tuple[float, int]] = {}
-    for name, start, end in kernels:
-        time, calls = totals.get(name, (0.0, 0))
-        totals[name] = time + (end - start) / 1e3, calls + 1
-    longest = sorted(totals.items(), key=lambda item: -item[1][0])[:count]
-    return [(name[:120], round(time, 3), calls) for name, (time, calls) in longest]
 
 
 def parse_options() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("row", choices=sorted(ROWS))
+    parser.add_argument("row", choices=sorted(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--sizes", default="", metavar="FLAGS", help="sizes that differ from the row's, as megaflow's")
     parser.add_argument("--recipe", choices=("bf16", "fp32"), default="fp32", help="see above (default: fp32)")
+    parser.add_argument("--local", action="store_true", help="Megatron-Core's own layers, without Transformer Engine")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, with sequence parallelism")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     parser.add_argument("--fp8", choices=("tensorwise", "delayed"), help="products in fp8, by this recipe")
+    parser.add_argument("--recompute", choices=("mlp", "core_attn"), help="a part of blocks that is computed again")
     parser.add_argument("--loss", choices=("native", "te"), default="te", help="kernel of the loss (default: te)")
-    parser.add_argument("--graphs", choices=("local", "transformer_engine"), help="CUDA graphs of layers")
+    parser.add_argument("--graphs", choices=("local",), help="CUDA graphs of layers")
     parser.add_argument(
         "--attention",
         choices=("auto", "flash", "fused"),
         default="auto",
         help="flash-attn 4 or cuDNN (default: auto, Transformer Engine's choice)",
     )
-    parser.add_argument("--no-fusion", action="store_true", help="without fp32 sums in products and fused routers")
+    parser.add_argument("--no-fusion", action="store_true", help="without sums in products and fused routers")
     parser.add_argument(
         "--dispatcher", choices=("alltoall", "allgather"), default="alltoall", help="of tokens to experts"
     )
     parser.add_argument("--force-balance", action="store_true", help="routers choose at random, so that load is even")
     parser.add_argument("--kernels", type=int, default=0, help="list so many kernels with the most time (default: 0)")
     parser.add_argument("--steps", type=int, default=8, help="steps that are timed, after 4 others (default: 8)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.local and (options.fp8 or options.tp > 1):
+        parser.error(
+            "--local goes with neither --fp8 nor --tp: its layers have no fp8, its norms no sequence parallelism"
+        )
+    if options.steps < 1:
+        parser.error(f"--steps must be >= 1, got {options.steps}")
+    return options
+
+
+def check_place(options: argparse.Namespace) -> None:
+    """See that it was started as it must be, where it can run.
+
+    Raises:
+        SystemExit: with a sentence that tells what is missing.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        command = f"torchrun --standalone --nproc_per_node=1 benches/gpu/rival_megatron.py {options.row}"
+        sys.exit(f"error: this is started by torchrun, one process a GPU: {command}")
+    need_gpu("training steps")
+    for name in ("megatron", *(() if options.local else ("transformer_engine",))):
+        if importlib.util.find_spec(name) is None:
+            sys.exit(f"error: {name} is not installed for {sys.executable}")
 
 
 def join_ranks(options: argparse.Namespace) -> None:
@@ -337,54 +360,59 @@ def join_ranks(options: argparse.Namespace) -> None:
     model_parallel_cuda_manual_seed(1, te_rng_tracker=bool(options.graphs), use_cudagraphable_rng=bool(options.graphs))
 
 
-def time_steps(step: Callable[[], None], count: int) -> float:
-    """Median seconds of `count` steps, behind four others."""
-    for _ in range(4):
-        step()
-    times = []
-    for _ in range(count):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+def count_micro_batches(sizes: argparse.Namespace, tp: int) -> int:
+    """Micro-batches of a step on a rank.
+
+    Raises:
+        SystemExit: if the ranks cannot share the global batch.
+    """
+    share = sizes.micro_batch_size * (dist.get_world_size() // tp)
+    if sizes.global_batch_size % share:
+        sys.exit(f"error: {sizes.global_batch_size} samples a step are no multiple of {share}, one micro-batch a rank")
+    return sizes.global_batch_size // share
+
+
+def measure(sizes: argparse.Namespace, options: argparse.Namespace) -> None:
+    """Train a few steps, and print what they took."""
+    notes, error = [], None
+    options.num_micro, options.adds = count_micro_batches(sizes, options.tp), not options.no_fusion
+    if not options.local:
+        mend_windows()
+        obstacle = find_sum_obstacle(options) if options.adds and options.recipe == "bf16" else None
+        if obstacle is not None:
+            options.adds = False
+            notes.append(f"weight gradients are added apart: Transformer Engine's kernel does not in bf16: {obstacle}")
+    config, model = build(sizes, options)
+    if not options.local:
+        error = check_attention(sizes)
+    step = make_step(config, model, sizes, options)
+    seconds = time_steps(step, options.steps)
+    kernels = profile_step(step) if dist.get_world_size() > 1 or options.kernels else []
+    if dist.get_rank() == 0:
+        print_line(
+            {"row": options.row, "side": "megatron-core", **record_rival(options, sizes, dist.get_world_size())},
+            sizes.global_batch_size * sizes.seq_length,
+            seconds,
+            exposed_communication_s=measure_exposed(kernels),
+            attention_error=error,
+            notes=notes,
+            kernels=list_longest(kernels, options.kernels),
+        )
 
 
 def main() -> None:
-    """Train a few steps, and print what they took."""
+    """Command line."""
     options = parse_options()
-    join_ranks(options)
-    sizes = read_row(options.row)
+    check_place(options)
+    sizes = read_sizes(f"{ROWS[options.row].shape} {options.sizes}")
     sizes.moe_router_force_load_balancing |= options.force_balance
-    mend_windows()
-    config, model = build(sizes, options)
-    error = check_attention(sizes)
-    shape = (sizes.micro_batch_size, sizes.seq_length)
-    tokens, labels = (torch.randint(0, VOCAB, shape, device="cuda") for _ in range(2))
-    positions = torch.arange(sizes.seq_length, device="cuda").expand(shape).contiguous()
-    num_micro = sizes.global_batch_size // sizes.micro_batch_size // (dist.get_world_size() // options.tp)
-    if options.recipe == "bf16":
-        step = make_plain_step(model, lambda: model(tokens, positions, None, labels=labels).float().mean(), num_micro)
-    else:
-        step = make_main_step(config, model, sizes, num_micro, (tokens, positions, labels))
-    seconds = time_steps(step, options.steps)
-    peak = torch.cuda.max_memory_allocated()
-    kernels = profile_step(step) if dist.get_world_size() > 1 or options.kernels else []
-    if dist.get_rank() == 0:
-        line = {
-            "row": options.row,
-            "recipe": options.recipe,
-            "tokens_per_s": round(sizes.global_batch_size * sizes.seq_length / seconds),
-            "step_time_s": seconds,
-            "memory_peak_bytes": peak,
-            "exposed_communication_s": measure_exposed(kernels),
-            "attention_error": error,
-            "kernels": list_longest(kernels, options.kernels),
-            "options": {name: value for name, value in vars(options).items() if value},
-        }
-        print(json.dumps(line), flush=True)
+    if options.local:
+        options.attention = "local"
+    join_ranks(options)
+    try:
+        measure(sizes, options)
+    except torch.OutOfMemoryError as lack:
+        sys.exit(f"error: out of memory: {str(lack).splitlines()[0]}")
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
 
