@@ -19,8 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from train import COMMON, ROOT, ROWS
+from rows import COMMON, ROWS
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         words = f"--train-iters {last} --log-interval 1 --save-interval {save_at} --save {folder} {kind}"
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
         script = str(ROOT / "trainer" / "pretrain.py")
-        flags = f"{ROWS[options.row]} {COMMON} {options.flags} --data-path {options.data} {words}".split()
+        flags = f"{ROWS[options.row].shape} {COMMON} {options.flags} --data-path {options.data} {words}".split()
         done = subprocess.run([sys.executable, *ranks, script, *flags], capture_output=True, text=True, check=False)
         if done.returncode:
             return {"kind": kind, "error": (done.stderr or done.stdout)[-1500:]}

@@ -11,6 +11,7 @@ from rows import COMMON, ROWS, read_sizes, write_sizes
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python")]
 
+from megaflow.errors import ConfigError  # noqa: E402
 from megaflow_trainer.config import read_command  # noqa: E402
 from megaflow_trainer.config.arithmetic import count_flops_per_token  # noqa: E402
 
@@ -25,25 +26,28 @@ MODULES = {"mlp": "mlp", "attention_core": "core_attn"}
 """Parts that selective recompute takes, in megaflow's words and in Megatron-Core's."""
 
 
-class UnequalError(Exception):
-    """A rival cannot run what these flags ask for."""
+class RefusedError(Exception):
+    """These flags are refused: by megaflow, or because a rival cannot follow them."""
 
 
 def read_config(words: str, ranks: int) -> Any:
     """The configuration of flags beside COMMON.
 
     Raises:
-        ConfigError: if megaflow refuses them.
+        RefusedError: if megaflow refuses them.
     """
     given = f"{COMMON} {words} --data-path none --train-iters 1"
-    return read_command(given.split(), world_size=ranks)[0]
+    try:
+        return read_command(given.split(), world_size=ranks)[0]
+    except ConfigError as error:
+        raise RefusedError(str(error)) from None
 
 
 def describe_run(row: str, flags: str, ranks: int) -> dict[str, Any]:
     """What a run of megaflow is recorded with and found by.
 
     Raises:
-        ConfigError: if megaflow refuses the flags.
+        RefusedError: if megaflow refuses the flags.
     """
     words = f"{ROWS[row].shape} {flags}"
     config = read_config(words, ranks)
@@ -92,7 +96,7 @@ def check_rival(facts: dict[str, Any]) -> None:
     """See that a rival that is handed the sizes of a run of megaflow computes the same model.
 
     Raises:
-        UnequalError: with every setting that it would not follow.
+        RefusedError: with every setting that it would not follow.
     """
     ranks = facts["ranks"]
     own = read_config(f"{ROWS[facts['row']].shape} {facts['flags']}", ranks)
@@ -105,7 +109,7 @@ def check_rival(facts: dict[str, Any]) -> None:
     ]
     if unlike:
         told = ", ".join(f"{name} is {_get(own, name)!r}, there {_get(handed, name)!r}" for name in unlike)
-        raise UnequalError(f"a rival cannot follow {facts['flags']!r}: {told}")
+        raise RefusedError(f"a rival cannot follow {facts['flags']!r}: {told}")
 
 
 def _get(config: Any, path: str) -> Any:
@@ -118,7 +122,7 @@ def derive_megatron(facts: dict[str, Any]) -> str:
     """Flags of rival_megatron.py for the recipe, layout, fp8 and recompute of a run of megaflow.
 
     Raises:
-        UnequalError: if it has no such recipe, layout, fp8 or recompute.
+        RefusedError: if it has no such recipe, layout, fp8 or recompute.
     """
     layout = facts["layout"]
     obstacles = [
@@ -131,7 +135,7 @@ def derive_megatron(facts: dict[str, Any]) -> str:
         (facts["recompute"] not in ("none", *MODULES.values()), f"recompute of {facts['recompute']}"),
     ]
     if lacking := [what for is_asked, what in obstacles if is_asked]:
-        raise UnequalError(f"the rival here has no {', no '.join(lacking)}")
+        raise RefusedError(f"the rival here has no {', no '.join(lacking)}")
     words = ["--recipe", facts["recipe"]]
     for name in ("tp", "ep"):
         words += [f"--{name}", str(layout[name])] if layout[name] > 1 else []
@@ -144,7 +148,7 @@ def derive_torch(facts: dict[str, Any]) -> str:
     """Flags of rival_torch.py for the recipe of a run of megaflow.
 
     Raises:
-        UnequalError: if plain torch does not do what it does.
+        RefusedError: if plain torch does not do what it does.
     """
     sizes = read_sizes(facts["sizes"])
     obstacles = [
@@ -155,5 +159,5 @@ def derive_torch(facts: dict[str, Any]) -> str:
         (bool(sizes.num_experts), "experts"),
     ]
     if lacking := [what for is_asked, what in obstacles if is_asked]:
-        raise UnequalError(f"plain torch here has no {', no '.join(lacking)}")
+        raise RefusedError(f"plain torch here has no {', no '.join(lacking)}")
     return f"--recipe {facts['recipe']}"

@@ -1,63 +1,44 @@
 #!/usr/bin/env python3
-"""Training steps on GPUs, rows of the tables in docs/performance-log.md: real data through the loader, whole steps.
+"""Training steps on GPUs, rows of the trainer's table: real data through the loader, whole steps, rivals beside them.
 
-    python3 benches/gpu/train.py --data PREFIX                       # all rows
-    python3 benches/gpu/train.py --data PREFIX gpt2-124m gpt-1.3b --flags="" --flags="--no-compile"
-    python3 benches/gpu/train.py --data PREFIX gpt-1.3b --rival="" --rival="--no-fusion" --rounds 3
+    python3 benches/gpu/train.py --data PREFIX gpt-1.3b --rival         # the row with its usual flags, all sides
+    python3 benches/gpu/train.py --data PREFIX gpt-1.3b --flags="" --flags="--no-compile" --rival="--no-fusion"
 
-Each row is a run of trainer/pretrain.py in a process of its own, once for every `--flags`, in turn; the figures are
-the last line of its log (means over the last `--window` steps). With several `--ranks` one more step is profiled,
-kernels only, for the time in which a kernel of NCCL ran and no other, as the rival measures it; with `--kernels N` too,
-and the N kernels with the most time are listed. With `--rival` Megatron-Core runs in turn with them, in the same recipe
-(bf16 weights and states if the flags say `--all-bf16`, else fp32 masters and sums), once for every `--rival`, which are
-flags of `rival_megatron.py`. Where the flags let routers choose at random (`--moe-router-force-load-balancing`)
-`--force-balance` is added for the rival, so that both sides have even load. Writes JSON to `benches/results/`;
-`merge.py` makes the table.
+Each row is a run of trainer/pretrain.py in a process of its own, once for every recipe (`--recipe`) and every `--flags`
+(the row's usual ones in `rows.py` if not given); the figures are those of its log at the last multiple of `--window` of
+its steps, means over as many steps. With several `--ranks` one more step is profiled, kernels only, for the time in
+which a kernel of NCCL ran and no other, as the rival measures it; with `--kernels N` too, and the N kernels with the
+most time are listed.
+
+`--rival` without a value lets Megatron-Core (`rival_megatron.py`) follow each run: its sizes, recipe, layout, fp8 and
+recompute, with the row's usual flags for the rest; with a value those flags stand for all but sizes and recipe. Rows
+that have it run plain torch (`rival_torch.py`) too, others if `--torch` asks for it. Sides alternate. Sizes in
+`--flags` are handed over; where a rival cannot follow a flag, nothing is run.
+
+In a process of its own, before the runs and behind them, a large product is timed (`machine.py`). JSON is written to
+`benches/results/`, a file a row and set of flags; the same command replaces its own. `merge.py` makes the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
-UNTIED = "--untie-embeddings-and-output-weights"
-ROWS = {
-    "tiny": "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
-    "--global-batch-size 4",
-    "gpt2-124m": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 32 "
-    "--global-batch-size 64",
-    "gpt-1.3b": "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 16 "
-    "--global-batch-size 32",
-    "gpt-1.3b-mbs8": "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 "
-    "--micro-batch-size 8 --global-batch-size 32",
-    "llama-1.3b": f"--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5632 {LLAMA} "
-    f"{UNTIED} --seq-length 2048 --micro-batch-size 8 --global-batch-size 32",
-    "gpt-6.7b": "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 2 "
-    "--global-batch-size 4 --all-bf16",
-    "llama-6.7b": f"--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 11008 {LLAMA} "
-    f"{UNTIED} --seq-length 4096 --micro-batch-size 2 --global-batch-size 4 --all-bf16",
-    "moe-8x1b": f"--num-layers 12 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5632 {LLAMA} "
-    "--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --seq-length 2048 --micro-batch-size 8 "
-    "--global-batch-size 32",
-}
-COMMON = (
-    "--bf16 --vocab-size 50257 --make-vocab-size-divisible-by 128 --hidden-dropout 0 --attention-dropout 0 --lr 3e-4 "
-    "--min-lr 3e-5 --lr-warmup-iters 2 --clip-grad 1.0 --weight-decay 0.1 --eval-interval 0 --split 100,0,0"
-)
-RANDOM = "--moe-router-force-load-balancing"
+from facts import ROOT, RefusedError, check_rival, derive_megatron, derive_torch, describe_run
+from launch import measure_machine, run_rival, run_row
+from rows import RECIPE_FLAGS, ROWS
+
+USUAL = "usual"
+"""`--rival` or `--torch` without a value."""
+NOT_IN_TABLE = ("tiny", "llama-6.7b")
 SHOWN = (
     "tokens_per_s",
     "tokens_per_s_per_gpu",
-    "mfu",
     "step_time_s",
     "loader_bound_s",
     "communication_s",
@@ -69,113 +50,139 @@ SHOWN = (
 )
 
 
-def explain(done: subprocess.CompletedProcess[str]) -> str:
-    """What a run that failed said: its lines with an error, else its end."""
-    text = done.stderr + done.stdout
-    return "\n".join(re.findall(r"^.*(?:Error|error:).*$", text, re.MULTILINE)[:8]) or text[-1500:]
+def join(*parts: str) -> str:
+    """Flags one behind the other."""
+    return " ".join(part for part in parts if part)
 
 
-def run_rival(row: str, flags: str, options: argparse.Namespace, *, recipe: str) -> dict[str, Any]:
-    """One run of the rival; its line, or what it said when it failed."""
-    script = str(ROOT / "benches" / "gpu" / "rival_megatron.py")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
-    command = [sys.executable, *launcher, script, row, "--recipe", recipe, *flags.split()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = {"row": row, "rival": "megatron-core", "recipe": recipe, "flags": flags}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {**found, "error": explain(done)}
-    return {**found, **json.loads(lines[-1])}
+def list_runs(row: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The runs of megaflow of a row, as they are recorded.
 
-
-def run_row(row: str, flags: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One run; the last line of its log, or what it said when it failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        is_profiled = options.ranks > 1 or options.kernels > 0
-        last = options.steps + is_profiled
-        steps = ["--train-iters", str(last), "--log-interval", str(options.window), "--run-dir", folder]
-        profile = f"--profile --profile-kernels-only --profile-step-start {last} --profile-step-end {last}".split()
-        profile = profile if is_profiled else []
-        words = [*ROWS[row].split(), *COMMON.split(), *flags.split(), "--data-path", options.data, *steps, *profile]
-        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
-        launcher = ranks if options.ranks > 1 else []
-        command = [sys.executable, *launcher, str(ROOT / "trainer" / "pretrain.py"), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return {"row": row, "flags": flags, "error": explain(done)}
-        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        values = [json.loads(line) for line in lines if "lm_loss" in line]
-        values = [line for line in values if line["iteration"] <= options.steps]
-        total = values[-1]["tokens_per_s_per_gpu"] * options.ranks
-        found = {"row": row, "flags": flags, "first": values[0], "tokens_per_s": total, **values[-1]}
-        if profile:
-            stem = Path(folder) / "profile" / f"rank_0_to_{last}"
-            table = stem.with_suffix(".txt").read_text(encoding="utf-8")
-            found |= {"exposed_communication_s": read_exposed(table), "profile": table}
-            if options.kernels:
-                trace = json.loads(stem.with_suffix(".json").read_text(encoding="utf-8"))
-                found["kernels"] = list_longest(trace["traceEvents"], options.kernels)
-        return found
-
-
-def read_exposed(table: str) -> float:
-    """Seconds of a profiled step in which a kernel of NCCL ran and no other: the last column below `NCCL kernel`."""
-    below = table.partition("NCCL kernel")[2].splitlines()[1:]
-    return sum(float(line.split()[-1]) for line in below if line.strip()) / 1e3
-
-
-def list_longest(events: list[dict[str, Any]], count: int) -> list[tuple[str, float, int]]:
-    """The kernels of a trace with the most time: name, milliseconds and calls of the step."""
-    totals: dict[str, tuple[float, int]] = {}
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            time, calls = totals.get(event["name"], (0.0, 0))
-            totals[event["name"]] = time + event["dur"] / 1e3, calls + 1
-    longest = sorted(totals.items(), key=lambda item: -item[1][0])[:count]
-    return [(name[:120], round(time, 3), calls) for name, (time, calls) in longest]
-
-
-def run_round(row: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each of the runs of a row once; the rival in every recipe, and with every choice of routers, that the flags ask
-    for.
+    Raises:
+        RefusedError: if megaflow refuses the flags.
     """
-    kinds = []
-    for flags in options.flags or [""]:
-        yield run_row(row, flags, options)
-        words = f"{ROWS[row]} {flags}".split()
-        kinds.append(("bf16" if "--all-bf16" in words else "fp32", RANDOM in words))
-    for recipe, is_random in dict.fromkeys(kinds):
-        for flags in options.rival:
-            forced = " --force-balance" if is_random and "--force-balance" not in flags else ""
-            yield run_rival(row, f"{flags}{forced}".strip(), options, recipe=recipe)
+    usual = ROWS[row]
+    if options.flags:
+        added = [RECIPE_FLAGS[recipe] for recipe in options.recipe] or [""]
+        return [describe_run(row, join(flags, more), options.ranks) for more in added for flags in options.flags]
+    recipes, extra = options.recipe or usual.recipes, dict(usual.extra)
+    return [
+        describe_run(row, join(flags, RECIPE_FLAGS[recipe], extra.get(recipe, "")), options.ranks)
+        for recipe in recipes
+        for flags in usual.flags
+    ]
+
+
+def list_rivals(facts: dict[str, Any], options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Script and flags of every rival of a run of megaflow.
+
+    Raises:
+        RefusedError: if one cannot follow it.
+    """
+    row, found = ROWS[facts["row"]], []
+    for given in options.rival:
+        if given == USUAL:
+            found += [("rival_megatron.py", join(derive_megatron(facts), flags)) for flags in row.megatron]
+        else:
+            words = join("" if "--recipe" in given else f"--recipe {facts['recipe']}", given)
+            found.append(("rival_megatron.py", words))
+    asked = options.torch if options.torch is not None else [USUAL] if USUAL in options.rival and row.torch else []
+    for given in asked:
+        usual = (row.torch or ("",)) if given == USUAL else (given,)
+        found += [("rival_torch.py", join(derive_torch(facts), flags)) for flags in usual]
+    if found:
+        check_rival(facts)
+    return found
+
+
+def run_round(runs: list[dict[str, Any]], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every run of a row once, each followed by its rivals; a rival that two of them share runs once."""
+    done = set()
+    for facts in runs:
+        yield run_row(facts, options)
+        for script, flags in list_rivals(facts, options):
+            if (script, flags, facts["sizes"]) not in done:
+                done.add((script, flags, facts["sizes"]))
+                yield run_rival(script, flags, facts, options)
+
+
+def name_file(options: argparse.Namespace) -> Path:
+    """Where the results of this command go: the rows, and a hash of what else decides about the runs."""
+    words = {name: str(value) for name, value in sorted(vars(options).items()) if name != "out"}
+    mark = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:8]
+    rows = "+".join(options.rows) if len(options.rows) < 4 else f"{len(options.rows)}-rows"
+    return ROOT / "benches" / "results" / f"gpu-{rows}-{mark}.json"
+
+
+def parse_options() -> tuple[argparse.Namespace, dict[str, list[dict[str, Any]]]]:
+    """Command line, and the runs of megaflow by row."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (default: those of the table)")
+    parser.add_argument("--data", required=True, metavar="PREFIX", help="a .bin/.idx pair of GPT-2's vocabulary")
+    parser.add_argument(
+        "--flags", action="append", default=[], help="in place of the row's usual flags; repeated: that many runs a row"
+    )
+    parser.add_argument(
+        "--recipe", action="append", default=[], choices=sorted(RECIPE_FLAGS), help="repeated (default: the row's)"
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of a run (default: 1)")
+    parser.add_argument("--steps", type=int, default=16, help="steps of a run (default: 16)")
+    parser.add_argument("--window", type=int, default=6, help="steps of the figures (default: 6)")
+    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels with the most time (default: 0)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="(default: gpu-ROW-HASH.json in benches/results)")
+    value: dict[str, Any] = {"action": "append", "nargs": "?", "const": USUAL, "metavar": "FLAGS"}
+    parser.add_argument("--rival", default=[], help="Megatron-Core in turn, with its usual flags or these", **value)
+    parser.add_argument("--torch", help="plain torch in turn, with its usual flags or these", **value)
+    parser.add_argument("--no-torch", dest="torch", action="store_const", const=[], help="without plain torch")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each, in turn (default: 1)")
+    options = parser.parse_args()
+    if swallowed := {*options.rival, *(options.torch or [])} & set(ROWS):
+        parser.error(
+            f"{', '.join(sorted(swallowed))} was read as flags of a rival: name rows before --rival and --torch"
+        )
+    if unknown := [row for row in options.rows if row not in ROWS]:
+        parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    if not 1 <= options.window <= options.steps:
+        parser.error(f"--window must be from 1 to --steps ({options.steps}), got {options.window}")
+    for name in ("ranks", "rounds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be >= 1, got {getattr(options, name)}")
+    options.rows = list(dict.fromkeys(options.rows)) or [row for row in ROWS if row not in NOT_IN_TABLE]
+    if missing := [end for end in (".bin", ".idx") if not Path(options.data + end).is_file()]:
+        parser.error(f"--data {options.data}: there is no {options.data}{missing[0]}")
+    runs = {}
+    for row in options.rows:
+        try:
+            runs[row] = list_runs(row, options)
+            for facts in runs[row]:
+                list_rivals(facts, options)
+        except RefusedError as error:
+            parser.error(f"{row}: {error}")
+    return options, runs
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (default: all but tiny)")
-    parser.add_argument("--data", required=True, metavar="PREFIX", help="a .bin/.idx pair of GPT-2's vocabulary")
-    parser.add_argument("--flags", action="append", default=[], help="more flags; repeated: that many runs a row")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs of a run (default: 1)")
-    parser.add_argument("--steps", type=int, default=30, help="steps of a run (default: 30)")
-    parser.add_argument("--window", type=int, default=10, help="steps of the figures (default: 10)")
-    parser.add_argument("--kernels", type=int, default=0, help="list so many kernels with the most time (default: 0)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benches" / "results" / "gpu-train.json")
-    parser.add_argument(
-        "--rival", action="append", default=[], metavar="FLAGS", help="Megatron-Core in turn, with these flags"
-    )
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each, in turn (default: 1)")
-    options = parser.parse_args()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options, runs = parse_options()
+    out = options.out or name_file(options)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    machine = measure_machine()
+    ceilings = [machine.pop("ceiling_flops_per_s", None)]
+    shared = {"machine": machine, "ceilings_flops_per_s": ceilings, "command": f"{out.name} {machine.get('date')}"}
     found: list[dict[str, Any]] = []
-    for row in options.rows or [row for row in ROWS if row != "tiny"]:
+    for row, own in runs.items():
         for _ in range(options.rounds):
-            for result in run_round(row, options):
-                found.append(result)
+            for result in run_round(own, options):
+                found.append({**result, **shared})
                 shown = {name: round(result[name], 6) for name in SHOWN if result.get(name) is not None}
                 text = json.dumps(shown) if "error" not in result else result["error"]
-                print(row, result.get("rival", "megaflow"), repr(result["flags"]), text, flush=True)
-                options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+                print(row, result["side"], result["recipe"], repr(result["flags"]), text, flush=True)
+                out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    ceilings.append(measure_machine().get("ceiling_flops_per_s"))
+    out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    print(f"written: {out}")
+    if all("error" in result for result in found):
+        sys.exit("error: no run came to an end")
 
 
 if __name__ == "__main__":
