@@ -124,13 +124,16 @@ def derive_megatron(facts: dict[str, Any]) -> str:
     Raises:
         RefusedError: if it has no such recipe, layout, fp8 or recompute.
     """
-    layout = facts["layout"]
+    layout, is_main = facts["layout"], facts["recipe"] == "fp32"
+    has_copies = facts["ranks"] > layout["tp"] * layout["pp"] * layout["cp"]
     obstacles = [
         (facts["recipe"] not in ("fp32", "bf16"), f"states in {facts['recipe']}"),
         (layout["pp"] > 1, "pipeline stages"),
         (layout["cp"] > 1, "context parallelism"),
         (layout["tp"] > 1 and not layout["sp"], "tensor parallelism without sequence parallelism"),
         (layout["zero"] > 1, f"ZeRO {layout['zero']}"),
+        (layout["zero"] == 1 and not is_main, "ZeRO 1 in recipe bf16"),
+        (layout["zero"] == 0 and is_main and has_copies, "data parallelism without ZeRO 1 in recipe fp32"),
         (facts["fp8"] not in ("none", "tensorwise", "delayed"), f"fp8 {facts['fp8']}"),
         (facts["recompute"] not in ("none", *MODULES.values()), f"recompute of {facts['recompute']}"),
     ]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Rounding of bf16 to fp8, as it lies and turned, on a GPU: the kernel with several tiles against torch compiled.
 
-    PYTHONPATH=python:trainer python3 benches/gpu/fp8_cast.py
+    python3 benches/gpu/fp8_cast.py
 
 Prints milliseconds and GB/s by bytes that must move: 2 read and 2 written an element. A copy (2 read, 2 written) shows
 what the memory gives; largest values (2 read) are what scales from the tensors themselves add. Medians; half a minute.
@@ -11,40 +11,24 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from timing import need_gpu, show, time_ms
 from torch import Tensor
 
-from megaflow_trainer.ops.fp8_cast import E5M2, find_largest, narrow, turn
-from megaflow_trainer.ops.fp8_kernel import TILE, round_to_fp8
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python")]
+
+from megaflow_trainer.ops.fp8_cast import E5M2, find_largest, narrow, turn  # noqa: E402
+from megaflow_trainer.ops.fp8_kernel import TILE, round_to_fp8  # noqa: E402
 
 SHAPES = ((32768, 2048), (32768, 8192), (8192, 11008))
 TILES = ((128, 64, 4), (128, 128, 4), (128, 128, 8), (256, 64, 4), (256, 64, 8), (256, 128, 8), (64, 128, 4))
 """Tokens, columns, warps."""
-LAUNCHES, REPEATS = 10, 7
-
-
-def time_ms(work: Callable[[], object]) -> float:
-    """Median milliseconds of one call on the device; several in a row, so that the host is ahead."""
-    found = []
-    for _ in range(REPEATS + 1):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        for _ in range(LAUNCHES):
-            work()
-        events[1].record()
-        torch.cuda.synchronize()
-        found.append(events[0].elapsed_time(events[1]) / LAUNCHES)
-    return statistics.median(found[1:])
-
-
-def show(name: str, ms: float, num_bytes: int) -> None:
-    print(f"  {name:38} {ms:8.4f} ms {num_bytes / ms / 1e6:6.0f} GB/s", flush=True)
 
 
 def round_both(x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,10 +40,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("error: there is no GPU here, and this times a kernel on one")
+    device = need_gpu()
     start = time.perf_counter()
-    device = torch.device("cuda", 0)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; tile in use {TILE}")
     compiled, compiled_largest = (torch.compile(function, dynamic=False) for function in (round_both, find_largest))
     for shape in SHAPES:

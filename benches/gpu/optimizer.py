@@ -10,15 +10,20 @@ Prints milliseconds and GB/s, the bytes that must move over the time, of each pa
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
+import functools
+import sys
+from pathlib import Path
 
 import torch
+from timing import need_gpu, time_ms
 
-from megaflow_trainer.config.sections import OptimConfig
-from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
-from megaflow_trainer.parallel.data import DataOptions, MainGradients
-from megaflow_trainer.parallel.mesh import Launch, build_mesh
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python")]
+
+from megaflow_trainer.config.sections import OptimConfig  # noqa: E402
+from megaflow_trainer.optim.optimizer import DTYPES, Optimizer  # noqa: E402
+from megaflow_trainer.parallel.data import DataOptions, MainGradients  # noqa: E402
+from megaflow_trainer.parallel.mesh import Launch, build_mesh  # noqa: E402
 
 WIDTH = 2048
 
@@ -34,19 +39,6 @@ def make_model(num_weights: int, device: torch.device) -> torch.nn.Module:
     return torch.nn.ParameterList(weights)
 
 
-def time_ms(work: Callable[[], object], repeats: int) -> float:
-    """Median milliseconds on the device."""
-    found = []
-    for _ in range(repeats + 2):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        work()
-        events[1].record()
-        torch.cuda.synchronize()
-        found.append(events[0].elapsed_time(events[1]))
-    return statistics.median(found[2:])
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -54,7 +46,10 @@ def main() -> None:
     parser.add_argument("--states", choices=("fp32", "bf16"), default="fp32", help="moments (default: fp32)")
     parser.add_argument("--repeats", type=int, default=20, help="steps of each (default: 20)")
     options = parser.parse_args()
-    device = torch.device("cuda", 0)
+    if options.repeats < 1 or options.million <= 0:
+        parser.error("--repeats must be >= 1 and --million above 0")
+    device = need_gpu("steps of AdamW")
+    measure = functools.partial(time_ms, launches=1, repeats=options.repeats, warm=2)
     model = make_model(int(options.million * 1e6), device)
     gradients = MainGradients(model, build_mesh(Launch(), device, "nccl"), options=DataOptions())
     gradients.kept[0].normal_()
@@ -75,11 +70,21 @@ def main() -> None:
         def step(optimizer: Optimizer = optimizer, skip: torch.Tensor | None = skip) -> None:
             optimizer.step(1e-4, factor=factor, found_inf=skip)
 
-        show("one pass" if is_fused else "torch", time_ms(step, options.repeats), num_weights, passes)
+        show(
+            "one pass" if is_fused else "torch",
+            measure(step),
+            num_weights,
+            passes,
+        )
         del optimizer, step
         torch.cuda.empty_cache()
-    show("norm of gradients", time_ms(gradients.norm, options.repeats), num_weights, passes)
-    show("zeroing of gradients", time_ms(gradients.start, options.repeats), num_weights, passes)
+    show("norm of gradients", measure(gradients.norm), num_weights, passes)
+    show(
+        "zeroing of gradients",
+        measure(gradients.start),
+        num_weights,
+        passes,
+    )
 
 
 def show(name: str, ms: float, num_weights: int, passes: dict[str, int]) -> None:

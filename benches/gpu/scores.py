@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Cross entropy with its gradient of a chunk of scores in bf16, on a GPU: the kernel against torch compiled.
 
-    PYTHONPATH=python:trainer python3 benches/gpu/scores.py
+    python3 benches/gpu/scores.py
 
 Prints milliseconds and GB/s by bytes that must move: 2 read and 2 written a score. A copy (2 read, 2 written) shows
 what the memory gives. Medians; half a minute.
@@ -11,50 +11,32 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 import sys
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from timing import need_gpu, show, time_ms
 
-from megaflow_trainer.ops.scores import score_chunk
-from megaflow_trainer.ops.scores_kernel import TILE, score_in_place
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python")]
+
+from megaflow_trainer.ops.scores import score_chunk  # noqa: E402
+from megaflow_trainer.ops.scores_kernel import TILE, score_in_place  # noqa: E402
 
 COLUMNS = ((50304, 50257), (128256, 128256))
 """Padded and real vocabulary of GPT-2 and of Llama 3."""
 SCORES = 1 << 28
 TILES = ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (16384, 32), (32768, 32))
 """Columns at once, warps."""
-LAUNCHES, REPEATS = 5, 7
-
-
-def time_ms(work: Callable[[], object]) -> float:
-    """Median milliseconds of one call on the device; several in a row, so that the host is ahead."""
-    found = []
-    for _ in range(REPEATS + 1):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        for _ in range(LAUNCHES):
-            work()
-        events[1].record()
-        torch.cuda.synchronize()
-        found.append(events[0].elapsed_time(events[1]) / LAUNCHES)
-    return statistics.median(found[1:])
-
-
-def show(name: str, ms: float, num_bytes: int) -> None:
-    print(f"  {name:28} {ms:8.4f} ms {num_bytes / ms / 1e6:6.0f} GB/s", flush=True)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("error: there is no GPU here, and this times a kernel on one")
+    device = need_gpu()
     start = time.perf_counter()
-    device = torch.device("cuda", 0)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; tile in use {TILE}")
     compiled = torch.compile(score_chunk, dynamic=False)
     for columns, vocab_size in COLUMNS:

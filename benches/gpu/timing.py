@@ -16,7 +16,7 @@ def need_gpu(what: str = "a kernel") -> torch.device:
     return torch.device("cuda", 0)
 
 
-def time_ms(work: Callable[[], object], *, launches: int = 5, repeats: int = 7, warm: int = 1) -> float:
+def time_ms(work: Callable[[], object], *, launches: int = 10, repeats: int = 7, warm: int = 1) -> float:
     """Median milliseconds of one call on the device; several in a row, so that the host is ahead.
 
     Args:

@@ -22,6 +22,7 @@ In a process of its own, before the runs and behind them, a large product is tim
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import sys
@@ -86,10 +87,12 @@ def list_rivals(facts: dict[str, Any], options: argparse.Namespace) -> list[tupl
         else:
             words = join("" if "--recipe" in given else f"--recipe {facts['recipe']}", given)
             found.append(("rival_megatron.py", words))
-    asked = options.torch if options.torch is not None else [USUAL] if USUAL in options.rival and row.torch else []
-    for given in asked:
+    for given in options.torch or []:
         usual = (row.torch or ("",)) if given == USUAL else (given,)
         found += [("rival_torch.py", join(derive_torch(facts), flags)) for flags in usual]
+    if options.torch is None and USUAL in options.rival:
+        with contextlib.suppress(RefusedError):  # not asked for by name: left out where it cannot follow
+            found += [("rival_torch.py", join(derive_torch(facts), flags)) for flags in row.torch]
     if found:
         check_rival(facts)
     return found
@@ -148,8 +151,6 @@ def parse_options() -> tuple[argparse.Namespace, dict[str, list[dict[str, Any]]]
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be >= 1, got {getattr(options, name)}")
     options.rows = list(dict.fromkeys(options.rows)) or [row for row in ROWS if row not in NOT_IN_TABLE]
-    if missing := [end for end in (".bin", ".idx") if not Path(options.data + end).is_file()]:
-        parser.error(f"--data {options.data}: there is no {options.data}{missing[0]}")
     runs = {}
     for row in options.rows:
         try:
@@ -158,6 +159,8 @@ def parse_options() -> tuple[argparse.Namespace, dict[str, list[dict[str, Any]]]
                 list_rivals(facts, options)
         except RefusedError as error:
             parser.error(f"{row}: {error}")
+    if missing := [end for end in (".bin", ".idx") if not Path(options.data + end).is_file()]:
+        parser.error(f"--data {options.data}: there is no {options.data}{missing[0]}")
     return options, runs
 
 

@@ -181,7 +181,7 @@ WORKERS = {"benches/loader_side.py", "benches/tokenizer_worker.py"}
 """Halves of benchmarks, started by the other half."""
 SCRIPTS = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder in ("tools", "trainer", "benches")
+    for folder in ("tools", "trainer", "benches", "benches/gpu")
     for path in (ROOT / folder).glob("*.py")
     if 'if __name__ == "__main__"' in path.read_text(encoding="utf-8")
 )

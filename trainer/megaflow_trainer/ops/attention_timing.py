@@ -123,11 +123,11 @@ def _draw(shape: AttentionShape, need: Need) -> tuple[torch.Tensor, torch.Tensor
 _WIDTH, _PRODUCTS = 4096, 30  # 5 ms on an H200 in 16 bits
 
 
-def _keep_busy(need: Need) -> None:
+def keep_busy(dtype: torch.dtype, device: torch.device) -> None:
     """Give a GPU work for longer than the host takes to launch what is timed: in a run the host is ahead, and a package
     whose launches cost it much is none the slower.
     """
-    x = torch.ones(_WIDTH, _WIDTH, dtype=need.dtype, device=need.device)
+    x = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
     y = torch.empty_like(x)
     for _ in range(_PRODUCTS):
         torch.mm(x, x, out=y)
@@ -135,7 +135,7 @@ def _keep_busy(need: Need) -> None:
 
 def _time_once(entry: Entry, shape: AttentionShape, need: Need) -> float:
     q, k, v, grad = _draw(shape, need)
-    _keep_busy(need)
+    keep_busy(need.dtype, need.device)
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     began.record()
     _run(entry, (q, k, v), grad, shape)

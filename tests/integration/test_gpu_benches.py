@@ -1,0 +1,324 @@
+"""Benchmarks for GPUs, as far as a machine without one can tell: commands, records, pairs of sides, the table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.pairs import write_pair
+
+FOLDER = Path(__file__).resolve().parents[2] / "benches" / "gpu"
+SCRIPTS = ("facts", "keys", "merge", "rows", "train")
+
+
+@pytest.fixture(scope="module")
+def benches() -> Iterator[dict[str, ModuleType]]:
+    """The modules by name; they find one another in their folder."""
+    before, path = set(sys.modules), list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    yield {name: importlib.import_module(name) for name in SCRIPTS}
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and Path(str(sys.modules[name].__file__)).parent == FOLDER:
+            del sys.modules[name]
+
+
+def start(script: str, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / script), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+
+
+def make_run(side: str = "megaflow", rate: float = 1000.0, **more: Any) -> dict[str, Any]:
+    """A run as train.py writes it; megaflow's phases explain 99 % of its step."""
+    run: dict[str, Any] = {
+        "row": "gpt-1.3b",
+        "side": side,
+        "flags": "",
+        "recipe": "fp32",
+        "ranks": 1,
+        "layout": {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "sp": 0, "zero": 0},
+        "fp8": "none",
+        "attention": "auto",
+        "recompute": "none",
+        "sizes": "--num-layers 24",
+        "flops_per_token": 494.5e9,
+        "flops_per_token_causal": 400e9,
+        "tokens_per_s": rate,
+        "step_time_s": 1.0,
+        "memory_peak_bytes": 2**31,
+        "machine": {"gpu": "NVIDIA H200", "versions": {"torch": "2.11.0", "triton": "3.6.0"}, "commit": "abc"},
+        "ceilings_flops_per_s": [800e12, 780e12],
+        "command": "one",
+    }
+    if side == "megaflow":
+        run |= {"loader_bound_s": 0.01, "forward_s": 0.3, "backward_s": 0.6, "optimizer_s": 0.08, "other_s": 0.01}
+    return {**run, **more}
+
+
+def read_table(tmp_path: Path, runs: list[dict[str, Any]]) -> tuple[str, list[list[str]]]:
+    """What merge.py prints, and the cells of its rows."""
+    file = tmp_path / "gpu-x.json"
+    file.write_text(json.dumps(runs))
+    done = start("merge.py", str(file))
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    return done.stdout, lines[1:]
+
+
+def test_the_table_names_machine_and_ceiling_and_shares_of_both(tmp_path: Path) -> None:
+    text, rows = read_table(tmp_path, [make_run(), make_run("megatron-core", 800.0)])
+    assert "NVIDIA H200; torch 2.11.0, triton 3.6.0; commit abc; 8192^3 product in bf16: 800 then 780 TFLOP/s" in text
+    (row,) = rows
+    assert row[5] == "1.250"
+    assert row[6] == "50.0% (40.4%) / 40.0% (32.4%)"  # of 989 TFLOP/s
+    assert row[7] == "62.6% / 50.1%"  # of 790
+    assert row[10] == "1.00%"
+    assert row[11] == "10.0/-/300.0/600.0/-/80.0/-/10.0"
+    assert row[12] == "99.00% (100.00%)"
+
+
+def test_a_phase_split_that_does_not_add_up_is_told(tmp_path: Path) -> None:
+    _, rows = read_table(tmp_path, [make_run(backward_s=0.5, other_s=0.11)])
+    assert rows[0][12] == "89.00% (100.00%), below 97%"
+
+
+def test_fp8_rows_are_measured_by_the_same_peak(tmp_path: Path) -> None:
+    _, rows = read_table(tmp_path, [make_run(fp8="delayed")])
+    assert rows[0][6] == "50.0% (40.4%)"
+    assert "fp8 delayed" in rows[0][1]
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        {"ranks": 2},
+        {"layout": {"tp": 2, "pp": 1, "cp": 1, "ep": 1, "sp": 1, "zero": 0}},
+        {"recipe": "bf16"},
+        {"fp8": "tensorwise"},
+        {"recompute": "mlp"},
+        {"sizes": "--num-layers 12"},
+        {"row": "gpt-1.3b-mbs8"},
+    ],
+    ids=str,
+)
+def test_runs_that_differ_stand_alone(tmp_path: Path, unlike: dict[str, Any]) -> None:
+    _, rows = read_table(tmp_path, [make_run(), make_run("megatron-core", 800.0, **unlike)])
+    assert [row[5] for row in rows] == ["-", "-"]
+    assert sorted((row[2] == "-", row[4] == "-") for row in rows) == [(False, True), (True, False)]
+
+
+def test_attention_and_flags_are_each_sides_own_choice(tmp_path: Path) -> None:
+    runs = [make_run(flags="--a"), make_run("megatron-core", 800.0, flags="--b", attention="flash")]
+    runs.append(make_run("megatron-core", 700.0, flags="--b", attention="fused"))
+    _, rows = read_table(tmp_path, runs)
+    assert rows[0][3] == "Megatron-Core `--b` (attention flash, best of 2)"
+    assert rows[0][5] == "1.250"
+
+
+def test_rounds_are_shown_by_median_and_spread(tmp_path: Path) -> None:
+    runs = [make_run(rate=rate) for rate in (1000.0, 3000.0, 2000.0)]
+    _, rows = read_table(tmp_path, [*runs, make_run("torch", 1000.0, command="two")])
+    assert rows[0][2] == "2.0 k (1.0 to 3.0, 3 runs)"
+    assert rows[0][5] == "2.000 *"  # of another command
+
+
+def test_a_failed_run_and_a_note_are_told_below(tmp_path: Path) -> None:
+    lost = {"row": "tiny", "side": "torch", "flags": "", "recipe": "bf16", "error": "error: out of memory"}
+    text, rows = read_table(tmp_path, [make_run(notes=["added apart"]), lost])
+    assert len(rows) == 1
+    assert "failed: tiny torch bf16 '': error: out of memory" in text
+    assert "note: gpt-1.3b megaflow '': added apart" in text
+
+
+def drop(name: str) -> list[dict[str, Any]]:
+    run = make_run()
+    del run[name]
+    return [run]
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "not JSON"),
+        ('{"rows": []}', "expected a list of runs, found dict"),
+        (json.dumps(drop("layout")), "run 0: no 'layout'; was it measured by an older train.py?"),
+        (json.dumps(drop("tokens_per_s")), "run 0: no 'tokens_per_s'"),
+        (json.dumps([make_run(), make_run(rate=0)]), "run 1: tokens_per_s must be a number above 0, got 0"),
+        (json.dumps([make_run(layout={"tp": 1})]), "run 0: no 'pp'"),
+    ],
+)
+def test_a_file_that_cannot_be_merged_ends_in_a_sentence(tmp_path: Path, content: str | None, words: str) -> None:
+    file = tmp_path / "gpu-x.json"
+    if content is not None:
+        file.write_text(content)
+    done = start("merge.py", str(file))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+
+
+def test_every_row_has_runs_that_its_rivals_can_follow(benches: dict[str, ModuleType]) -> None:
+    options = argparse.Namespace(flags=[], recipe=[], ranks=1, rival=["usual"], torch=None)
+    kinds = {}
+    for row in benches["rows"].ROWS:
+        runs = benches["train"].list_runs(row, options)
+        kinds[row] = {(run["recipe"], run["fp8"], run["recompute"]) for run in runs}
+        assert all(benches["train"].list_rivals(run, options) for run in runs)
+    both = {("fp32", "none", "none"), ("bf16", "none", "none")}
+    assert kinds["gpt2-124m"] == kinds["gpt-1.3b"] == kinds["gpt-1.3b-mbs8"] == kinds["moe-8x1b"] == both
+    assert kinds["gpt-1.3b-fp8"] == {
+        (recipe, kind, "none") for recipe, *_ in both for kind in ("tensorwise", "delayed")
+    }
+    assert kinds["llama-6.7b-fp8"] == {("bf16", "tensorwise", "none")}
+    assert kinds["gpt-6.7b"] == {("bf16", "none", "none"), ("fp32", "none", "mlp")}
+
+
+def test_a_rival_gets_sizes_recipe_layout_and_fp8_of_the_run(benches: dict[str, ModuleType]) -> None:
+    words = "--seq-length 64 --tensor-model-parallel-size 2 --sequence-parallel --fp8-hybrid --fp8-recipe delayed"
+    facts = benches["facts"].describe_run("tiny", words, 2)
+    benches["facts"].check_rival(facts)
+    assert benches["facts"].derive_megatron(facts) == "--recipe fp32 --tp 2 --fp8 delayed"
+    assert benches["rows"].read_sizes(facts["sizes"]).seq_length == 64
+    own = argparse.Namespace(tp=2, ep=1, fp8="delayed", recompute=None, recipe="fp32", attention="auto")
+    theirs = benches["keys"].record_rival(own, benches["rows"].read_sizes(facts["sizes"]), 2)
+    assert benches["keys"].make_key({"row": "tiny", **theirs}) == benches["keys"].make_key(facts)
+
+
+def test_fp8_none_is_no_fp8(benches: dict[str, ModuleType]) -> None:
+    assert benches["facts"].describe_run("tiny", "--fp8-format none", 1)["fp8"] == "none"
+    assert benches["facts"].describe_run("tiny", "--fp8-format e4m3 --fp8-recipe rowwise", 1)["fp8"] == "rowwise e4m3"
+
+
+@pytest.mark.parametrize(
+    "flags, ranks, words",
+    [
+        ("--num-query-groups 1", 1, "model.num_kv_heads is 1, there None"),
+        ("--optimizer muon", 1, "optim.kind is 'muon', there 'adamw'"),
+        ("--pipeline-model-parallel-size 2", 2, "no pipeline stages"),
+        ("", 2, "no data parallelism without ZeRO 1 in recipe fp32"),
+        ("--all-bf16 --use-distributed-optimizer", 2, "no ZeRO 1 in recipe bf16"),
+        ("--fp8-format e4m3", 1, "no fp8 tensorwise e4m3"),
+        ("--exp-avg-dtype bf16", 1, "no states in fp32/fp32/bf16/fp32"),
+        ("--no-such-flag", 1, "--no-such-flag is not a flag of this trainer"),
+    ],
+)
+def test_what_a_rival_cannot_follow_is_refused(
+    benches: dict[str, ModuleType], flags: str, ranks: int, words: str
+) -> None:
+    options = argparse.Namespace(flags=[flags], recipe=[], ranks=ranks, rival=["usual"], torch=None)
+    train = benches["train"]
+    with pytest.raises(benches["facts"].RefusedError, match=words):
+        [train.list_rivals(facts, options) for facts in train.list_runs("gpt-1.3b", options)]
+
+
+def test_a_value_of_rival_overrides_the_usual_flags(benches: dict[str, ModuleType]) -> None:
+    options = argparse.Namespace(flags=[], recipe=["bf16"], ranks=1, rival=["--no-fusion"], torch=[""])
+    (facts,) = benches["train"].list_runs("gpt-1.3b", options)
+    assert benches["train"].list_rivals(facts, options) == [
+        ("rival_megatron.py", "--recipe bf16 --no-fusion"),
+        ("rival_torch.py", "--recipe bf16"),
+    ]
+
+
+def test_plain_torch_is_left_out_on_two_gpus_unless_it_is_asked_for(benches: dict[str, ModuleType]) -> None:
+    options = argparse.Namespace(flags=["--use-distributed-optimizer"], recipe=[], ranks=2, rival=["usual"], torch=None)
+    (facts,) = benches["train"].list_runs("gpt-1.3b", options)
+    assert facts["layout"]["zero"] == 1
+    assert benches["train"].list_rivals(facts, options) == [("rival_megatron.py", "--recipe fp32")]
+    options.torch = ["usual"]
+    with pytest.raises(benches["facts"].RefusedError, match="no several ranks"):
+        benches["train"].list_rivals(facts, options)
+
+
+def test_commands_that_differ_write_to_different_files(benches: dict[str, ModuleType]) -> None:
+    def name(**more: Any) -> str:
+        given = {"rows": ["tiny"], "flags": [], "out": None, "ranks": 1, **more}
+        return str(benches["train"].name_file(argparse.Namespace(**given)).name)
+
+    names = {name(), name(ranks=2), name(flags=["--no-compile"]), name(rows=["gpt-1.3b"])}
+    assert len(names) == 4
+    assert all(found.startswith("gpu-") and found.endswith(".json") for found in names)
+    assert name() == name(out=None) in names
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["nope"], "no row nope; there are tiny, gpt2-124m"),
+        (["--rival", "tiny"], "name rows before --rival"),
+        (["tiny", "--window", "99"], "--window must be from 1 to --steps"),
+        (["tiny", "--flags=--no-such-flag"], "--no-such-flag is not a flag of this trainer"),
+        (["tiny"], "there is no nowhere.bin"),
+    ],
+)
+def test_a_wrong_command_ends_in_a_sentence(words: list[str], told: str) -> None:
+    done = start("train.py", "--data", "nowhere", *words)
+    assert done.returncode == 2
+    assert told in " ".join(done.stderr.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.parametrize("script", ["optimizer.py", "scores.py", "fp8_cast.py", "extras.py"])
+def test_without_a_gpu_a_bench_says_so(script: str) -> None:
+    done = start(script)
+    assert done.returncode != 0
+    assert "error: there is no GPU here" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_torchrun_the_rival_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    done = start("rival_megatron.py", "gpt-1.3b")
+    assert done.returncode == 1
+    assert "torchrun --standalone --nproc_per_node=1 benches/gpu/rival_megatron.py gpt-1.3b" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be used")
+def test_one_command_runs_both_sides_in_turn_and_is_merged(tmp_path: Path) -> None:
+    prefix, out = write_pair(tmp_path / "toy", num_documents=100, document_tokens=200), tmp_path / "gpu-tiny.json"
+    short = ("--steps", "2", "--window", "2", "--rounds", "2", "--out", str(out))
+    done = start("train.py", "--data", prefix, "tiny", "--torch", "--flags=--no-compile --seq-length 16", *short)
+    assert done.returncode == 0, done.stderr
+    assert f"written: {out}" in done.stdout
+    runs = json.loads(out.read_text())
+    assert [run["side"] for run in runs] == ["megaflow", "torch", "megaflow", "torch"]
+    for run in runs:
+        assert "error" not in run
+        assert "--seq-length 16" in run["sizes"]
+        assert run["machine"]["versions"]["torch"] == torch.__version__
+        assert run["ceilings_flops_per_s"] == [None, None]
+    merged = start("merge.py", str(out))
+    assert merged.returncode == 0, merged.stderr
+    (row,) = [line for line in merged.stdout.splitlines() if line.startswith("| tiny")]
+    assert "2 runs" in row
+    assert "plain torch" in row
+
+
+@pytest.mark.parametrize(
+    "sizes", ["", "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"]
+)
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_plain_torch_learns(recipe: str, sizes: str, benches: dict[str, ModuleType]) -> None:
+    rival = importlib.import_module("rival_torch")
+    torch.manual_seed(3)
+    read = benches["rows"].read_sizes(f"{benches['rows'].ROWS['tiny'].shape} {sizes}")
+    model = rival.Model(read)
+    model = model.bfloat16() if recipe == "bf16" else model
+    tokens, labels = (torch.randint(50000, (2, read.seq_length)) for _ in range(2))
+    assert abs(model(tokens, labels).item() - 10.83) < 0.2  # log of the rows of the embedding
+    step = rival.make_step(model, read, argparse.Namespace(recipe=recipe, compile=False))
+    first = [weight.detach().clone() for weight in model.parameters()]
+    step()
+    assert any((old != new).any() for old, new in zip(first, model.parameters(), strict=True))
+    assert all(weight.dtype == (torch.bfloat16 if recipe == "bf16" else torch.float32) for weight in model.parameters())
