@@ -191,6 +191,33 @@ FLAGS = {
 }
 
 
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("part", PARTS, ids=" ".join)
+def test_what_zero_3_allows_takes_the_weight_that_it_is_handed(
+    part: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO 3 puts another tensor in a weight's place; a kernel that held on to the first one would never train it."""
+    for put in (install_engine, install_liger, install_apex, install_torchao):
+        put(monkeypatch)
+    monkeypatch.setattr(precision, "FP8_WIDTH", 32)
+    words = [*TINY, "--train-iters", "1", "--data-path", "x", "--attention-dropout", "0", *FLAGS[part]]
+    model = build.build_model(read_command(words, world_size=1)[0], one_rank()).module
+    new: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        if type(module).__module__.startswith("megaflow_trainer"):
+            for name, weight in list(module._parameters.items()):
+                if weight is not None:
+                    module._parameters[name] = new.setdefault(weight, torch.nn.Parameter(weight.detach().clone()))
+    tokens = torch.arange(16)[None] % 64
+    model(tokens, tokens).sum().backward()
+    has_new = all(weight.grad is not None for weight in new.values())
+    if has_new:
+        assert read_command([*words, "--zero-stage", "3"], world_size=1)[0].parallel.zero == 3
+        return
+    with pytest.raises(ConfigError, match="keeps its weights"):
+        read_command([*words, "--zero-stage", "3"], world_size=1)
+
+
 @pytest.mark.parametrize("part", PARTS, ids=" ".join)
 def test_a_part_that_cannot_be_had_is_refused_before_data_are_opened(
     part: tuple[str, str], monkeypatch: pytest.MonkeyPatch
@@ -211,6 +238,11 @@ def test_a_part_that_cannot_be_had_is_refused_before_data_are_opened(
     "flags, words",
     [
         ([*ENGINE, "--zero-stage", "3"], r"keeps its weights, which parallel.zero \(--zero-stage\) 3 exchanges"),
+        (["--norm-kernel", "transformer_engine", "--zero-stage", "3"], r"kernels.norm .* keeps its weights, which par"),
+        (
+            ["--bf16", "--fp8-hybrid", "--fp8-kernel", "torchao", "--zero-stage", "3"],
+            r"kernels.fp8 \(--fp8-kernel\) torchao keeps its weights, which parallel.zero .* 3 exchanges; give zero 1",
+        ),
         ([*ENGINE, "--bf16", "--fp8-hybrid", "--fp8-recipe", "rowwise"], "transformer_engine has no precision.recipe"),
         ([*ENGINE, "--bf16", "--fp8-hybrid", "--recompute-activations"], "does not go with recompute.granularity"),
         ([*ENGINE, "--bf16", "--fp8-hybrid", "--fp8-kernel", "torchao"], "transformer_engine brings its own fp8"),

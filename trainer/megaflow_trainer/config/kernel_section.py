@@ -49,11 +49,22 @@ def check_kernels(config: TrainConfig) -> list[str]:
     return [*_check_layers(config), *_check_shapes(config), *_check_torchao(config)]
 
 
+def list_keepers(config: TrainConfig) -> list[str]:
+    """The fields whose kernels hold on to the weights that they were made for; others are handed them at each call."""
+    own = config.kernels
+    keepers = {
+        "layers": own.layers == ENGINE,
+        "norm": own.norm == ENGINE,
+        "fp8": own.fp8 == "torchao" and config.step.fp8 != "none",
+    }
+    return [name for name, keeps in keepers.items() if keeps]
+
+
 def _check_layers(config: TrainConfig) -> Iterator[str]:
     own, parallel, precision = config.kernels, config.parallel, config.precision
-    if ENGINE in (own.layers, own.norm) and parallel.zero == 3:
-        name = "layers" if own.layers == ENGINE else "norm"
-        yield f"kernels.{name} transformer_engine keeps its weights, which parallel.zero 3 exchanges; give zero 1 or 2"
+    for name in list_keepers(config) if parallel.zero == 3 else ():
+        kernel = getattr(own, name)
+        yield f"kernels.{name} {kernel} keeps its weights, which parallel.zero 3 exchanges; give zero 1 or 2 or drop it"
     if own.layers != ENGINE:
         return
     if parallel.pp > 1:
