@@ -29,13 +29,14 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python")]
 
+from megaflow.errors import first_line  # noqa: E402
 from megaflow_trainer.config.sections import OptimConfig  # noqa: E402
 from megaflow_trainer.model.mlp import multiply_gate  # noqa: E402
 from megaflow_trainer.model.norm import LayerNorm, RMSNorm  # noqa: E402
 from megaflow_trainer.model.rope import Rotary, rotate_both  # noqa: E402
 from megaflow_trainer.ops.attention import attend_math, attend_sdpa, prefer_kernels  # noqa: E402
 from megaflow_trainer.ops.attention_packages import PACKAGES  # noqa: E402
-from megaflow_trainer.ops.attention_timing import keep_busy  # noqa: E402
+from megaflow_trainer.ops.attention_timing import keep_busy, measure_difference  # noqa: E402
 from megaflow_trainer.ops.cross_entropy import linear_cross_entropy  # noqa: E402
 from megaflow_trainer.ops.fp8 import DelayedProduct, RowwiseProduct, TensorwiseProduct  # noqa: E402
 from megaflow_trainer.ops.layer_packages import (  # noqa: E402
@@ -337,14 +338,13 @@ def list_cases() -> Iterator[Case]:
 
 
 def compare(way: Way, reference: Way) -> float:
-    """The largest difference over the largest value, of results and gradients."""
+    """The largest difference over the largest value, of results and gradients; infinite where one is not finite."""
     outcomes = []
     for one in (way, reference):
         one.clear()
         outcomes.append([tensor.float().clone() for tensor in one.run()])
         one.clear()
-    pairs = zip(*outcomes, strict=True)
-    return max(((found - wanted).abs().max() / wanted.abs().max()).item() for found, wanted in pairs)
+    return measure_difference(*outcomes)
 
 
 def warm_up(way: Way) -> None:
@@ -420,9 +420,9 @@ def main() -> None:
             continue
         try:
             rows.append(run_case(case, WIDE, options.repeats))
-        except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            rows.append({"entry": case.name, "tolerance": case.tolerance, "reason": f"{type(error).__name__}: {first}"})
+        except Exception as error:  # whatever a package raises: the others are still to be seen
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            rows.append({"entry": case.name, "tolerance": case.tolerance, "reason": reason})
         print(json.dumps(rows[-1]), flush=True)
         torch._dynamo.reset()
         torch.cuda.empty_cache()

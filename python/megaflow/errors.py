@@ -6,6 +6,11 @@ the same classes.
 """
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says first, for a sentence that tells its kind too; some say nothing."""
+    return next(iter(str(error).strip().splitlines()), "no reason given")
+
+
 class MegaflowError(Exception):
     """Base of all errors that a user, a file or a cluster can cause."""
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +17,15 @@ from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.ops.attention import ATTENTION, attend_math, attend_sdpa
-from megaflow_trainer.ops.attention_timing import AttentionShape, Choice, choose_by_time, find_error, time_attention
+from megaflow_trainer.ops.attention_timing import (
+    AttentionShape,
+    Choice,
+    choose_by_time,
+    find_error,
+    find_refusal,
+    measure_difference,
+    time_attention,
+)
 from megaflow_trainer.ops.registry import Entry, Need
 from megaflow_trainer.training import kernels as kernels_module
 
@@ -54,12 +67,58 @@ def test_a_choice_tells_its_times() -> None:
     assert str(Choice("two", {"one": 2.0, "two": 1.004, "three": None})) == "two (one 2.00 ms, two 1.00 ms, three -)"
 
 
-def test_a_kernel_that_raises_has_no_time() -> None:
-    def refuse(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("No available kernel")
+class DslError(Exception):
+    """As that of flash-attn 4's compiler: of no builtin kind."""
 
-    shape = AttentionShape(b=1, n=2, g=1, s=4, d=8, e=8)
-    assert time_attention(Entry(name="bad", function=refuse), shape, NEED) is None
+
+REFUSALS = (RuntimeError("No kernel"), ValueError("none"), AssertionError("d <= 256"), DslError("a\nb"), DslError())
+SHAPE = AttentionShape(b=1, n=2, g=1, s=4, d=8, e=8)
+
+
+def make_refusing(error: Exception, *, in_backward: bool = False, **options: Any) -> Entry:
+    """An entry that refuses every shape."""
+
+    class Raise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    def refuse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any) -> torch.Tensor:
+        if in_backward:
+            return Raise.apply(attend_sdpa(q, k, v, **rest))
+        raise error
+
+    return Entry(name="flash_attn_4", function=refuse, package="flash-attn-4", **options)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of a GPU, by which everything takes 1 ms."""
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("error", REFUSALS, ids=repr)
+def test_a_kernel_that_raises_has_no_time_and_no_error(error: Exception, in_backward: bool) -> None:
+    assert time_attention(Entry(name="good", function=attend_sdpa), SHAPE, NEED) == 1.0
+    entry = make_refusing(error, in_backward=in_backward)
+    assert time_attention(entry, SHAPE, NEED) is None
+    assert find_error(entry, ATTENTION[0], SHAPE, NEED) is None
+    assert find_refusal(entry, SHAPE, NEED) == (str(error).splitlines() or ["no reason given"])[0]
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_fault_of_our_own_is_no_refusal() -> None:
+    own = dataclasses.replace(make_refusing(TypeError("a fault")), package=None)
+    for ask in (time_attention, find_refusal, lambda *rest: find_error(rest[0], ATTENTION[0], *rest[1:])):
+        with pytest.raises(TypeError, match="a fault"):
+            ask(own, SHAPE, NEED)
 
 
 def test_only_the_reference_and_what_cuts_a_graph_is_left_out_of_the_race() -> None:
@@ -83,6 +142,75 @@ def race(monkeypatch: pytest.MonkeyPatch, times: dict[str, float | None]) -> lis
     monkeypatch.setattr(kernels_module, "ATTENTION", entries)
     monkeypatch.setattr(kernels_module, "time_attention", clock)
     return shapes
+
+
+def make_bent(place: str, bend: float) -> Entry:
+    """An entry of a package whose result or one gradient alone is so much too large, or not a number."""
+
+    class Bend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * (1 + bend)
+
+    def attend(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+        bent = [Bend.apply(x) if name == place else x for name, x in zip(("dq", "dk", "dv"), inputs, strict=True)]
+        y = attend_math(*bent, **options)
+        return y + (y * bend).detach() if place == "result" else y
+
+    return Entry(name="flash_attn_4", function=attend, package="flash-attn-4")
+
+
+@pytest.mark.parametrize("way", ["auto", "flash_attn_4", "flash_attn_4 --no-attention-timing"])
+@pytest.mark.parametrize("place", ["result", "dq", "dk", "dv"])
+@pytest.mark.parametrize("bend", [0.045, 0.055, 0.28, math.nan, math.inf])
+def test_the_result_and_each_gradient_must_be_torchs(
+    monkeypatch: pytest.MonkeyPatch, place: str, bend: float, way: str
+) -> None:
+    """Whichever is wrong alone, within the tolerance of 0.05 and not beyond."""
+    race(monkeypatch, {"sdpa": 2.0, "flash": 1.9, "flash_attn_4": 0.1})
+    monkeypatch.setattr(kernels_module, "ATTENTION", (*kernels_module.ATTENTION, make_bent(place, bend)))
+    config = configure(f"--num-query-groups 8 --attention-backend {way}")
+    if bend < 0.05:
+        assert kernels_module.choose_attention(config, GPU, NEED).name == "flash_attn_4"
+    elif way == "auto":
+        assert kernels_module.choose_attention(config, GPU, NEED).name == "flash"
+    else:
+        with pytest.raises(ConfigError, match="gives other results than torch's on this GPU"):
+            kernels_module.choose_attention(config, GPU, NEED)
+
+
+def test_what_is_not_finite_differs_without_bound_and_nothing_does_not() -> None:
+    one, nothing = torch.ones(3), torch.zeros(3)
+    for bad in (math.nan, math.inf, -math.inf):
+        spoilt = torch.tensor([1.0, bad, 1.0])
+        for pair in (([one, spoilt], [one, one]), ([spoilt, one], [one, one]), ([one, one], [spoilt, one])):
+            assert measure_difference(*pair) == math.inf
+    assert measure_difference([nothing, one], [nothing, 2 * one]) == 0.5
+    assert measure_difference([spoilt], [spoilt]) == math.inf
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_benches_see_what_is_not_a_number(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """Neither passes over it, wherever it is."""
+    folder = Path(__file__).resolve().parents[3] / "benches" / "gpu"
+    monkeypatch.syspath_prepend(str(folder))
+    extras, rival = (importlib.import_module(name) for name in ("extras", "rival_megatron"))
+    found, wanted = [torch.ones(3) for _ in range(3)], [torch.ones(3) for _ in range(3)]
+
+    def compare() -> tuple[float, float]:
+        one, other = (extras.Way(lambda own=own: tuple(own), []) for own in (found, wanted))
+        monkeypatch.setattr(extras.Way, "run", lambda way: list(way.forward()))
+        return extras.compare(one, other), rival.find_largest(list(zip(found, wanted, strict=True)))
+
+    assert compare() == (0, 0)
+    found[place][1] = 1.5
+    assert compare() == (0.5, 0.5)
+    found[place][1] = math.nan
+    assert not any(error <= 1 for error in compare())
 
 
 def attend_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
@@ -111,14 +239,6 @@ def test_a_kernel_of_a_package_whose_results_are_wrong_does_not_serve(monkeypatc
         ConfigError, match=r"'flash_attn_4' gives other results than torch's.*-attn-4 and.*backend auto"
     ):
         kernels_module.choose_attention(asked, GPU, NEED)
-
-
-def test_a_kernel_that_refuses_a_shape_has_no_error() -> None:
-    def refuse(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("heads too wide")
-
-    shape = AttentionShape(b=1, n=2, g=1, s=4, d=8, e=8)
-    assert find_error(Entry(name="bad", function=refuse), ATTENTION[0], shape, NEED) is None
 
 
 def test_a_run_on_a_gpu_takes_and_tells_the_fastest_at_its_shape(
@@ -158,8 +278,55 @@ def test_where_nothing_is_timed_the_order_decides(monkeypatch: pytest.MonkeyPatc
     assert not shapes
 
 
-def test_a_kernel_asked_for_that_refuses_the_shape_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    race(monkeypatch, {"sdpa": 2.0, "flash": None})
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("is_timed", [True, False])
+@pytest.mark.parametrize("error", REFUSALS, ids=repr)
+def test_a_kernel_that_refuses_the_shape_is_left_out_or_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    is_timed: bool,
+    in_backward: bool,
+) -> None:
+    race(monkeypatch, {"sdpa": 2.0, "flash": 2.1})
+    entry = make_refusing(error, in_backward=in_backward, is_timed=is_timed)
+    monkeypatch.setattr(kernels_module, "ATTENTION", (*kernels_module.ATTENTION, entry))
     assert kernels_module.choose_attention(configure(""), GPU, NEED).name == "sdpa"
-    with pytest.raises(ConfigError, match=r"'flash' refuses b 3, heads 8/2, s 16, d 8 on this GPU.*use --attention"):
+    assert ("flash_attn_4 -)" in capsys.readouterr().out) == is_timed
+    said = (str(error).splitlines() or ["no reason given"])[0]
+    for flag in ("", "--no-attention-timing"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"^attention 'flash_attn_4' refuses b 3, heads 8/2, s 16, d 8 on this GPU.*: {said}; use --at",
+        ):
+            kernels_module.choose_attention(configure(f"--attention-backend flash_attn_4 {flag}"), GPU, NEED)
+
+
+def test_torchs_kernels_refuse_in_words_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    race(monkeypatch, {})
+    monkeypatch.setattr(kernels_module, "ATTENTION", (Entry(name="flash", function=refuse),))
+    with pytest.raises(ConfigError, match=r"'flash' refuses b 3, heads 8/2, s 16, d 8 on .*: No available kernel"):
         kernels_module.choose_attention(configure("--attention-backend flash"), GPU, NEED)
+
+
+def test_heads_that_ranks_exchange_are_compared_at_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--cp-comm-type a2a: a rank computes all tokens of some heads; the core of the other ways is our own."""
+    shapes: list[tuple[int, ...]] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+        shapes.append((*q.shape[:3], k.shape[1]))
+        return attend_nothing(q, *(part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v)))
+
+    race(monkeypatch, {})
+    wrong = Entry(name="flash_attn_4", function=attend, package="flash-attn-4", is_timed=False)
+    monkeypatch.setattr(kernels_module, "ATTENTION", (*kernels_module.ATTENTION, wrong))
+    flags = "--attention-backend flash_attn_4 --context-parallel-size 2 --cp-comm-type"
+    with pytest.raises(ConfigError, match="gives other results than torch's on this GPU at b 3, heads 4/1, s 16"):
+        kernels_module.choose_attention(configure(f"{flags} a2a", 2), GPU, NEED)
+    assert shapes == [(3, 4, 16, 1), (1, 4, 16, 1)]
+    assert kernels_module.choose_attention(configure(f"{flags} p2p", 2), GPU, NEED).name == "flash_attn_4"
+    assert kernels_module.choose_attention(configure("--context-parallel-size 2 --cp-comm-type a2a", 2), GPU, NEED)
+    assert len(shapes) == 2

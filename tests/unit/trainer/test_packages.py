@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +16,11 @@ from helpers.runs import TINY, one_rank
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.model_section import ATTENTION_KERNELS
-from megaflow_trainer.ops import packages
+from megaflow_trainer.ops import attention_packages, packages
 from megaflow_trainer.ops.attention import ATTENTION, attend_math
 from megaflow_trainer.ops.attention_block import attend_block, attend_block_backward
 from megaflow_trainer.ops.attention_packages import attend_engine, attend_flash_2, attend_flash_4
-from megaflow_trainer.ops.packages import FLASH_4, Package
+from megaflow_trainer.ops.packages import FLASH_4, Package, PackageError
 from megaflow_trainer.ops.registry import Need, choose
 from megaflow_trainer.training.build import build_model
 
@@ -69,13 +70,21 @@ def test_a_package_that_is_missing_says_how_to_get_it() -> None:
         (OSError("libcudnn.so.9: cannot open shared object file"), "OSError: libcudnn.so.9: cannot open shared object"),
         (ImportError("undefined symbol: _ZN3c10"), "ImportError: undefined symbol: _ZN3c10"),
         (RuntimeError("two\nlines"), "RuntimeError: two"),
+        *(
+            (kind("why"), f"{kind.__name__}: why")
+            for kind in (AttributeError, NameError, SyntaxError, IndexError, ZeroDivisionError, Exception, SystemExit)
+        ),
+        (KeyError(), "KeyError: no reason given"),
+        (subprocess.CalledProcessError(1, "nvcc"), "CalledProcessError: Command 'nvcc' returned non-zero exit"),
         (
             ModuleNotFoundError("No module named 'cutlass'", name="cutlass"),
             "ModuleNotFoundError: No module named 'cutl",
         ),
     ],
 )
-def test_a_package_that_does_not_load_says_why(error: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_does_not_load_says_why(
+    error: BaseException, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(name: str) -> None:
         raise error
 
@@ -85,6 +94,49 @@ def test_a_package_that_does_not_load_says_why(error: Exception, words: str, mon
     assert found.startswith("the package flash-attn-4 is installed and flash_attn.cute.flash_attn_func does not load: ")
     assert found.endswith(words) or words in found
     assert "\n" not in found
+
+
+def test_ctrl_c_is_no_fault_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(packages.importlib, "import_module", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        FLASH_4.find_obstacle("flash_attn.cute.flash_attn_func")
+
+
+class DslError(Exception):
+    """Of no builtin kind."""
+
+
+@pytest.mark.parametrize("error", [ValueError("d"), AssertionError(), DslError("two\nlines"), PackageError("gone")])
+def test_what_a_kernel_raises_is_one_kind_of_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    attention_packages._make_engine.cache_clear()
+    install(
+        monkeypatch,
+        transformer_engine__pytorch__DotProductAttention=refuse,
+        flash_attn__flash_attn_interface__flash_attn_func=refuse,
+        flash_attn__cute__flash_attn_func=refuse,
+    )
+    said = f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
+    for attend, name in ((attend_flash_4, "flash-attn-4"), (attend_flash_2, "flash-attn"), (attend_engine, "tra")):
+        with pytest.raises(RuntimeError, match=rf"^{name}.*: {said}$"):
+            attend(*make_heads(), dropout=0.0)
+    memory = torch.OutOfMemoryError("out of memory")
+    monkeypatch.setattr(sys.modules["flash_attn.flash_attn_interface"], "flash_attn_func", raise_it(memory))
+    packages._load.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        attend_flash_2(*make_heads(), dropout=0.0)
+
+
+def raise_it(error: Exception) -> Any:
+    def run(*_: Any, **__: Any) -> None:
+        raise error
+
+    return run
 
 
 def test_a_package_without_the_part_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,8 +294,6 @@ def test_the_attention_of_transformer_engine_is_called_as_it_asks(
             assert window_size == (None if window is None else (4, 0))
             left = None if window_size is None else window_size[0]
             return attend_tokens_first(q, k, v, self.scale, left).flatten(2)
-
-    from megaflow_trainer.ops import attention_packages
 
     attention_packages._make_engine.cache_clear()
     install(monkeypatch, transformer_engine__pytorch__DotProductAttention=DotProductAttention)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megaflow.errors import first_line
 from megaflow_trainer.ops.packages import ENGINE, FLASH_2, FLASH_4, Package
 from megaflow_trainer.ops.registry import Entry, Need
 
@@ -46,16 +49,22 @@ def flash_4(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> tuple[T
     fp32 `[b, n, s]`. A token sees `left` earlier ones, or all if that is -1.
     """
     options = {"softmax_scale": scale, "causal": True, "window_size": _bounds(left), "return_lse": True}
-    out, lse = _call(_FLASH_4, q, k, v, **options)[:2]
+    with _refusing(FLASH_4):
+        out, lse = FLASH_4.load(_FLASH_4)(q, k, v, **options)[:2]
     return out.contiguous(), lse.contiguous()
 
 
-def _call(path: str, *tensors: Tensor, **options: Any) -> Any:
-    """Call a function of flash-attn 4. It refuses shapes by assertions, where torch's kernels raise RuntimeError."""
+@contextmanager
+def _refusing(package: Package) -> Iterator[None]:
+    """Packages refuse shapes by assertions, ValueErrors or kinds of their own, torch's kernels by a RuntimeError: so do
+    they here. One that is a RuntimeError already (out of memory) stays what it is.
+    """
     try:
-        return FLASH_4.load(path)(*tensors, **options)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise RuntimeError(f"flash-attn-4: {error}") from error
+        yield
+    except RuntimeError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"{package.name}: {type(error).__name__}: {first_line(error)}") from error
 
 
 @flash_4.register_fake
@@ -72,7 +81,8 @@ def flash_4_backward(
     before, behind = _bounds(left)
     options = {"softmax_scale": scale, "causal": True, "window_size_left": before, "window_size_right": behind}
     made = {name: x.new_empty(x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}  # else they may lie as q does
-    _call(_FLASH_4_BACKWARD, q, k, v, out, grad.contiguous(), lse, **options, **made)
+    with _refusing(FLASH_4):
+        FLASH_4.load(_FLASH_4_BACKWARD)(q, k, v, out, grad.contiguous(), lse, **options, **made)
     return made["dq"], made["dk"], made["dv"]
 
 
@@ -102,15 +112,10 @@ def attend_flash_2(
 ) -> Tensor:
     """Causal attention by flash-attn 2; arguments and result as in `ops.attention`."""
     left = -1 if window is None else window - 1
-    out: Tensor = FLASH_2.load(_FLASH_2)(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        dropout_p=dropout,
-        softmax_scale=scale,
-        causal=True,
-        window_size=(left, -1 if left < 0 else 0),
-    )
+    parts = (part.transpose(1, 2) for part in (q, k, v))
+    options = {"causal": True, "window_size": (left, -1 if left < 0 else 0)}
+    with _refusing(FLASH_2):
+        out: Tensor = FLASH_2.load(_FLASH_2)(*parts, dropout_p=dropout, softmax_scale=scale, **options)
     return out.transpose(1, 2)
 
 
@@ -122,10 +127,11 @@ def attend_engine(
     dropout.
     """
     assert dropout == 0, "refused with the configuration"
-    core = _make_engine(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], scale)
     parts = (part.transpose(1, 2).contiguous() for part in (q, k, v))
     reach = {} if window is None else {"window_size": (window - 1, 0)}
-    out: Tensor = core(*parts, qkv_format="bshd", attn_mask_type="causal", **reach)  # [b, s, n e]
+    with _refusing(ENGINE):
+        core = _make_engine(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], scale)
+        out: Tensor = core(*parts, qkv_format="bshd", attn_mask_type="causal", **reach)  # [b, s, n e]
     return out.view(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2)
 
 

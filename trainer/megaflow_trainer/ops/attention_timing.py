@@ -6,6 +6,7 @@ seen to give numbers that are no attention, quickly and without a word.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megaflow.errors import first_line
 from megaflow_trainer.ops.registry import Entry, Need
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -24,6 +26,9 @@ change from run to run."""
 
 LARGEST_ERROR = 5e-2
 """How far a package's results may be from torch's in 16 bits, over the largest value; right ones come to 1e-2."""
+
+SMALLEST_SCALE = 1e-6
+"""What the largest value is taken for if it is smaller: a gradient that is 0 has nothing to be compared with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,13 +89,25 @@ def time_attention(entry: Entry, shape: AttentionShape, need: Need, *, repeats: 
     """
     try:
         found = [_time_once(entry, shape, need) for _ in range(repeats + 2)]
-    except RuntimeError:  # "No available kernel", a cuDNN error, out of memory
+    except _list_refusals(entry):
         return None
     return statistics.median(found[2:])
 
 
+def find_refusal(entry: Entry, shape: AttentionShape, need: Need) -> str | None:
+    """Why an entry does not compute a shape, forward and backward, in a line; None if it does."""
+    try:
+        q, k, v, grad = _draw(shape, need)
+        _run(entry, (q, k, v), grad, shape)
+        if need.device.type == "cuda":
+            torch.cuda.synchronize(need.device)
+    except _list_refusals(entry) as error:
+        return first_line(error)
+    return None
+
+
 def find_error(entry: Entry, reference: Entry, shape: AttentionShape, need: Need) -> float | None:
-    """The largest difference of result and gradients of one sample from those of the reference, over the largest value.
+    """How far result and gradients of one sample are from those of the reference, as `measure_difference` says.
 
     None if the kernel refuses the shape. Dropout must be 0.
     """
@@ -98,10 +115,31 @@ def find_error(entry: Entry, reference: Entry, shape: AttentionShape, need: Need
     try:
         q, k, v, grad = _draw(small, need)
         found, wanted = (_run(one, (q, k, v), grad, small) for one in (entry, reference))
-    except RuntimeError:
+    except _list_refusals(entry):
         return None
-    pairs = zip(found, wanted, strict=True)
-    return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
+    return measure_difference(found, wanted)
+
+
+def measure_difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+    """The largest difference of tensors from those that are wanted, each over the largest value that is wanted of it.
+
+    Infinite if any value is not finite: Python's `max` would pass over what is not a number.
+    """
+    largest = 0.0
+    for own, other in zip(found, wanted, strict=True):
+        scale = other.float().abs().max().clamp(min=SMALLEST_SCALE)
+        difference = ((own.float() - other.float()).abs().max() / scale).item()
+        if not math.isfinite(difference):
+            return math.inf
+        largest = max(largest, difference)
+    return largest
+
+
+def _list_refusals(entry: Entry) -> type[Exception]:
+    """What an entry raises where it refuses a shape or lacks memory: torch's kernels a RuntimeError ("No available
+    kernel", a cuDNN error); packages an AssertionError, a ValueError or a kind of their own, in backward too.
+    """
+    return RuntimeError if entry.package is None else Exception
 
 
 def _run(entry: Entry, inputs: Inputs, grad: torch.Tensor, shape: AttentionShape) -> tuple[torch.Tensor, ...]:
@@ -125,8 +163,10 @@ _WIDTH, _PRODUCTS = 4096, 30  # 5 ms on an H200 in 16 bits
 
 def keep_busy(dtype: torch.dtype, device: torch.device) -> None:
     """Give a GPU work for longer than the host takes to launch what is timed: in a run the host is ahead, and a package
-    whose launches cost it much is none the slower.
+    whose launches cost it much is none the slower. A CPU would take seconds for it and is never ahead.
     """
+    if device.type != "cuda":
+        return
     x = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
     y = torch.empty_like(x)
     for _ in range(_PRODUCTS):

@@ -8,8 +8,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-_FAILURES = (ImportError, OSError, AttributeError, RuntimeError, AssertionError, ValueError, TypeError, KeyError)
-"""What importing a package that does not fit this machine has been seen to raise."""
+from megaflow.errors import first_line
 
 
 class PackageError(Exception):
@@ -55,7 +54,7 @@ def _load(package: Package, path: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what packages say of those that they use is not for who uses them
             return getattr(importlib.import_module(module), name)
-    except _FAILURES as error:
+    except (Exception, SystemExit) as error:  # whatever a package that does not fit this machine raises
         raise PackageError(_explain(package, path, error)) from error
 
 
@@ -64,7 +63,7 @@ def _explain(package: Package, path: str, error: BaseException) -> str:
         parts = package.module.split(".")
         if error.name in (".".join(parts[: count + 1]) for count in range(len(parts))):
             return f"the package {package.name} is not installed ({package.hint or 'pip install ' + package.name})"
-    reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
+    reason = first_line(error)[:200]
     return f"the package {package.name} is installed and {path} does not load: {type(error).__name__}: {reason}"
 
 

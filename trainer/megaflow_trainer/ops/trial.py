@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Callable
 from typing import TypeVar
 
+from megaflow.errors import first_line
+
 Result = TypeVar("Result")
 
 
@@ -13,10 +15,9 @@ def try_kernel(work: Callable[[], Result]) -> tuple[Result | None, str | None]:
     """What `work` returns, which imports a kernel and launches it; or None and in a few words what came in between."""
     try:
         from triton.errors import TritonError  # of its compiler and assembler
-    except ImportError as error:
-        return None, f"{type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:  # whatever a package that does not fit this machine raises
+        return None, f"{type(error).__name__}: {first_line(error)}"
     try:
         return work(), None
     except (ImportError, TritonError, OSError, RuntimeError, subprocess.SubprocessError) as error:
-        first = next(iter(str(error).strip().splitlines()), "no reason given")
-        return None, f"{type(error).__name__}: {first}"
+        return None, f"{type(error).__name__}: {first_line(error)}"

@@ -17,6 +17,7 @@ from megaflow_trainer.ops.attention_timing import (
     AttentionShape,
     choose_by_time,
     find_error,
+    find_refusal,
     time_attention,
 )
 from megaflow_trainer.ops.registry import Entry, Need, choose
@@ -31,34 +32,24 @@ from megaflow_trainer.training.say import say
 def choose_attention(config: TrainConfig, mesh: Mesh, need: Need) -> Entry:
     """The attention kernel: the one asked for, or on GPUs the fastest by the first rank's clock, or the first usable.
 
-    Ranks that share sequences divide the core among them, and bounds between documents come with each batch: for both
-    the order decides. A kernel of an optional package must give torch's results.
+    What ranks that share sequences compute by the kernel, if anything, is the core of some heads, and bounds between
+    documents come with each batch: for both the order decides. A kernel that is asked for must compute the run's shape,
+    and one of an optional package must give torch's results.
 
     Raises:
         ConfigError: if the one asked for cannot run here.
     """
-    model, is_auto = config.model, config.model.attention == "auto"
+    model, cp = config.model, config.parallel.cp
     usual = choose("attention", ATTENTION, model.attention, need)
-    is_whole = config.parallel.cp == 1 and not model.resets_attention
-    if mesh.device.type != "cuda" or not is_whole:
+    has_core = cp == 1 or config.parallel.cp_kind == "a2a"
+    if mesh.device.type != "cuda" or model.resets_attention or not has_core:
         return usual
     shape = find_attention_shape(config)
-    if usual.package is not None:
-        error = do_on_first(lambda: measure_error(usual, shape, need), mesh.world_group)
-        if error is not None and not error <= LARGEST_ERROR:
-            raise ConfigError(
-                f"attention {usual.name!r} gives other results than torch's on this GPU, by {error:.2g} of the largest "
-                f"value at {shape}: releases of {usual.package} and of what it uses do not fit together; use "
-                "--attention-backend auto, or install others"
-            )
-    if not (model.is_attention_timed and usual.is_timed):
+    if model.attention != "auto":
+        if usual.package is not None or (model.is_attention_timed and usual.is_timed):
+            do_on_first(lambda: refuse_attention(usual, shape, need), mesh.world_group)
         return usual
-    if not is_auto:
-        if time_attention(usual, shape, need, repeats=1) is None:
-            raise ConfigError(
-                f"attention {usual.name!r} refuses {shape} on this GPU, or has not enough memory for it; use "
-                "--attention-backend auto"
-            )
+    if not model.is_attention_timed or cp > 1:
         return usual
     choice = do_on_first(
         lambda: choose_by_time(ATTENTION, need, lambda entry: time_if_right(entry, shape, need)), mesh.world_group
@@ -67,6 +58,29 @@ def choose_attention(config: TrainConfig, mesh: Mesh, need: Need) -> Entry:
         return usual
     say(mesh, f" attention at {shape}: {choice}")
     return choose("attention", ATTENTION, choice.name, need)
+
+
+def refuse_attention(entry: Entry, shape: AttentionShape, need: Need) -> None:
+    """Refuse a kernel that was asked for and does not compute a shape, or not as torch does.
+
+    Raises:
+        ConfigError: with what it says, or how far it is off.
+    """
+    reason = find_refusal(entry, shape, need)
+    if reason is not None:
+        raise ConfigError(
+            f"attention {entry.name!r} refuses {shape} on this GPU, or has not enough memory for it: {reason}; use "
+            "--attention-backend auto"
+        )
+    if entry.package is None:
+        return
+    error = measure_error(entry, shape, need)
+    if error is None or not error <= LARGEST_ERROR:
+        found = "none" if error is None else f"{error:.2g} of the largest value off"
+        raise ConfigError(
+            f"attention {entry.name!r} gives other results than torch's on this GPU at {shape}, {found}: releases of "
+            f"{entry.package} and of what it uses do not fit together; use --attention-backend auto, or install others"
+        )
 
 
 def measure_error(entry: Entry, shape: AttentionShape, need: Need) -> float | None:
@@ -84,12 +98,14 @@ def time_if_right(entry: Entry, shape: AttentionShape, need: Need) -> float | No
 
 
 def find_attention_shape(config: TrainConfig) -> AttentionShape:
-    """A call of the attention core on a rank."""
-    model, tp = config.model, config.parallel.tp
+    """A call of the attention core on a rank: all tokens of its part of the heads, which ranks that share sequences
+    divide once more (`--cp-comm-type a2a`).
+    """
+    model, ranks = config.model, config.parallel.tp * config.parallel.cp
     return AttentionShape(
         b=config.step.sizes.micro_batch_size,
-        n=max(model.num_heads // tp, 1),
-        g=max((model.num_heads if model.is_latent else model.kv_heads) // tp, 1),
+        n=max(model.num_heads // ranks, 1),
+        g=max((model.num_heads if model.is_latent else model.kv_heads) // ranks, 1),
         s=config.data.seq_len,
         d=model.qk_dim + model.qk_rotary_dim if model.is_latent else model.head_width,
         e=model.v_dim if model.is_latent else model.head_width,
