@@ -14,9 +14,10 @@ from helpers.pairs import write_pair
 from helpers.ranks import RankPool
 from helpers.runs import TINY, read_curve, read_metrics, run_tiny
 from megaflow import GPTDataset, IndexedDataset
-from megaflow.errors import MegaflowError
+from megaflow.errors import ConfigError, MegaflowError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.layout import make_layout
+from megaflow_trainer.parallel.collectives import do_on_first
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training import step as step_module
 
@@ -73,6 +74,28 @@ def find_documents(prefix: str, sample: int) -> list[int]:
     """What the dataset says of a sample, asked apart from the trainer."""
     dataset = GPTDataset(IndexedDataset(prefix), seq_len=16, num_samples=6 * 8, split="90,10,0", seed=3)
     return sorted({piece[0] for piece in dataset.pieces(sample)})  # one sequence a document in these data
+
+
+def fail_on_first(mesh: Mesh, kind: str) -> str:
+    """What a rank raises where the first one's action does."""
+    kinds = {"config": ConfigError("as it is"), "bug": TypeError("a fault\nof ours"), "exit": SystemExit(3)}
+
+    def act() -> None:
+        raise kinds[kind]
+
+    try:
+        do_on_first(act, mesh.world_group)
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_no_rank_waits_for_a_first_one_that_has_failed(two_ranks: RankPool) -> None:
+    assert two_ranks.run(fail_on_first, "config") == ["ConfigError: as it is"] * 2
+    said = "MegaflowError: the first rank ends with a fault that it shows itself:"
+    found = two_ranks.run(fail_on_first, "bug")
+    assert found == ["TypeError: a fault\nof ours", f"{said} TypeError: a fault"]
+    assert two_ranks.run(fail_on_first, "exit") == ["SystemExit: 3", f"{said} SystemExit: 3"]
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf"])

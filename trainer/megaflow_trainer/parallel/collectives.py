@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaflow.errors import MegaflowError
+from megaflow.errors import MegaflowError, first_line
 from megaflow_trainer.parallel.traffic import Meter, sending
 
 T = TypeVar("T")
@@ -54,17 +54,25 @@ def do_on_first(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Run `action` on the first rank of `group`; every rank returns its result, or raises its error.
 
     Raises:
-        MegaflowError: that of the action, on all ranks alike, so that none waits for one that has left.
+        MegaflowError: that of the action, on all ranks alike, so that none waits for one that has left. Another error,
+            which is the first rank's to show, is a MegaflowError on the others.
     """
     if group is None:
         return action()
     outcome: list[object] = [None]
+    fault: BaseException | None = None
     if dist.get_rank(group) == 0:
         try:
             outcome = [action()]
         except MegaflowError as error:
             outcome = [error]
+        except (Exception, SystemExit) as error:  # raised again below
+            fault = error
+            said = f"{type(error).__name__}: {first_line(error)}"
+            outcome = [MegaflowError(f"the first rank ends with a fault that it shows itself: {said}")]
     dist.broadcast_object_list(outcome, group=group, group_src=0, device=torch.device("cpu"))
+    if fault is not None:
+        raise fault
     if isinstance(outcome[0], MegaflowError):
         raise outcome[0]
     return outcome[0]  # type: ignore[return-value]
