@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT / "trainer"), str(ROOT / "python")]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402, TID251
 
+from megaflow.errors import first_line  # noqa: E402
 from megaflow_trainer.config import read_command  # noqa: E402
 from megaflow_trainer.config.layout import make_layout  # noqa: E402
 from megaflow_trainer.config.memory import estimate_memory  # noqa: E402
@@ -69,7 +70,7 @@ def main() -> None:
         try:
             runs.append(measure(flags, device, Launch(rank=rank, world_size=size)))
         except torch.OutOfMemoryError as error:
-            print(f"{flags}: {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"{flags}: {first_line(error)}", file=sys.stderr)
         gc.collect()
         torch.cuda.empty_cache()
     name, versions = torch.cuda.get_device_name(0), {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}

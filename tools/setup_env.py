@@ -338,7 +338,8 @@ print(json.dumps(project["dependencies"] + project["optional-dependencies"]["tra
         [str(environment.python), "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
-        raise SetupError(f"pyproject.toml cannot be read: {done.stderr.strip().splitlines()[-1]}")
+        words = done.stderr.strip().splitlines() or ["no reason given"]
+        raise SetupError(f"pyproject.toml cannot be read: {words[-1]}")
     requirements: list[str] = json.loads(done.stdout)
     return requirements
 

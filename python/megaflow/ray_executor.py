@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaflow.errors import ConfigError, MegaflowError, OutputBusyError
+from megaflow.errors import ConfigError, MegaflowError, OutputBusyError, first_line
 from megaflow.inputs import CoreInput, Input, plan_shards, resolve_inputs
 from megaflow.merging import merge_pairs, sum_reports
 from megaflow.preprocessing import PreprocessOptions, PreprocessReport, check_tokenizer, default_prefix
@@ -131,7 +131,7 @@ def _collect(ray: Any, pending: list[Any], notify: Notify | None) -> list[Prepro
     except ray.exceptions.RayError as error:
         raise MegaflowError(
             f"the cluster lost a shard {MAX_RETRIES + 1} times, or itself ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}); the same command goes on with what is done"
+            f"{first_line(error)}); the same command goes on with what is done"
         ) from None
     finally:
         for task in left:

@@ -126,18 +126,25 @@ def test_other_shapes_run_as_they_are_and_results_are_copies() -> None:
     assert grad.tolist() == [[1 + 4 + 16 + 4 + 4] * 3] * 2
 
 
-def test_what_cannot_be_recorded_runs_as_it_is_and_says_why() -> None:
+@pytest.mark.parametrize(
+    "message, words",
+    [
+        ("operation not permitted when stream is capturing\nmore", "operation not permitted when stream is capturing"),
+        ("", "no reason given"),
+    ],
+)
+def test_what_cannot_be_recorded_runs_as_it_is_and_says_why(message: str, words: str) -> None:
     told: list[str] = []
     graph, recorder, model = make_graph(told)
 
     def fail(work: Any) -> Any:
         model(torch.ones(1, 3)).sum().backward()
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        raise RuntimeError(message)
 
     recorder.record = fail  # type: ignore[method-assign]
     for _ in range(3):
         assert graph.run(lambda inputs: (inputs[0] + 1,), (torch.ones(2),))[0].tolist() == [2, 2]
-    assert told == ["micro-batches are not replayed as a CUDA graph: operation not permitted when stream is capturing"]
+    assert told == [f"micro-batches are not replayed as a CUDA graph: {words}"]
     assert graph.num_replayed == 0
     assert model.weight.grad is None
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+from megaflow.errors import first_line
 from megaflow_trainer.model.experts import ExpertWeight
 from megaflow_trainer.model.gpt import GPT, Block
 from megaflow_trainer.model.moe import MoE
@@ -50,8 +51,7 @@ class Compiler:
                 return compiled(*args)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # raised before the function has run
                 self.has_failed = True
-                first = (str(error).strip().splitlines() or ["no reason given"])[0]
-                self.tell(f"blocks are not compiled: {type(error).__name__}: {first}")
+                self.tell(f"blocks are not compiled: {type(error).__name__}: {first_line(error)}")
                 return function(*args)
 
         return run

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megaflow.errors import first_line
 from megaflow_trainer.parallel.data import MainGradients
 
 Work = Callable[[Sequence[Tensor | None]], tuple[Tensor, ...]]
@@ -108,7 +109,7 @@ class MicroBatchGraph:
         except RuntimeError as error:
             self.has_failed, self.inputs, self.replay = True, (), None
             self.gradients.forget_loose()
-            self.tell(f"micro-batches are not replayed as a CUDA graph: {str(error).strip().splitlines()[0]}")
+            self.tell(f"micro-batches are not replayed as a CUDA graph: {first_line(error)}")
 
     def _fits(self, inputs: Sequence[Tensor | None]) -> bool:
         return [_describe(given) for given in inputs] == [_describe(place) for place in self.inputs]

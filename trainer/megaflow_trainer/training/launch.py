@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megaflow.errors import MegaflowError
+from megaflow.errors import MegaflowError, first_line
 from megaflow_trainer.config.exit_codes import DIVERGED, FAULT, INTERRUPTED, OUT_OF_MEMORY, RANK_LOST
 from megaflow_trainer.config.layout import make_layout
 from megaflow_trainer.config.sections import TrainConfig
@@ -30,7 +30,7 @@ def launch(config: TrainConfig, notes: Sequence[str], *, rank: int, world_size: 
     try:
         meeting = meet(next(dist.rendezvous("env://"))[0], rank, world_size) if world_size > 1 else None
     except (RuntimeError, ValueError) as error:  # the address is wrong, taken or silent
-        FaultBoard(rank, None).report(f"the ranks did not meet: {str(error).splitlines()[0]}; start them by torchrun")
+        FaultBoard(rank, None).report(f"the ranks did not meet: {first_line(error)}; start them by torchrun")
         return FAULT
     ending = Ending()
     with hold_signals(lambda: ending.has_begun):

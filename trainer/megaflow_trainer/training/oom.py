@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megaflow.errors import MegaflowError
+from megaflow.errors import MegaflowError, first_line
 from megaflow_trainer.config.remedies import list_remedies
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.training.memory import list_parts, measure_memory
@@ -34,7 +34,7 @@ def describe_shortage(config: TrainConfig, device: torch.device, error: BaseExce
         free, total = torch.cuda.mem_get_info(device)
         whole = f" of {total / 2**20:,.0f}, {free / 2**20:,.0f} free"
     lines = [
-        f"out of memory on {device}: {str(error).splitlines()[0]}",
+        f"out of memory on {device}: {first_line(error)}",
         f"  MiB: {each}, the rest {rest / 2**20:,.0f}; peak {memory['memory_peak_bytes'] / 2**20:,.0f}{whole}",
         "  change, in this order, until it fits:",
         *(f"  {number}. {remedy}" for number, remedy in enumerate(list_remedies(config), start=1)),
