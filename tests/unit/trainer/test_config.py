@@ -97,6 +97,50 @@ def test_flags_of_one_missing_feature_are_refused_together(monkeypatch: pytest.M
     )
 
 
+@pytest.mark.parametrize("name", ["--main-params-dtype", "--main-grads-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"])
+def test_all_bf16_contradicts_a_wider_dtype(name: str, tmp_path: Path) -> None:
+    said = f"--all-bf16 and {name} fp32 contradict each other: the first asks for bf16, give one of them"
+    assert fault("--bf16", "--all-bf16", name, "fp32") == fault("--bf16", name, "fp32", "--all-bf16") == said
+    assert read("--bf16", "--all-bf16", name, "bf16") == read("--bf16", "--all-bf16")
+    recipe, field = tmp_path / "r.yaml", next(flag.field for flag in FLAGS if flag.name == name)
+    section, _, leaf = field.partition(".")
+    recipe.write_text(f"{section}:\n  {leaf}: fp32\n")
+    assert read("--config", str(recipe), "--bf16", "--all-bf16") == read("--bf16", "--all-bf16"), "flags override"
+    recipe.write_text(f"step:\n  is_all_bf16: true\n{section}:\n  {leaf}: fp32\n")
+    assert f"{field} ({name}) fp32 contradict each other" in fault("--config", str(recipe), "--bf16")
+    recipe.write_text("step:\n  is_all_bf16: true\n")
+    assert f"and {name} fp32 contradict each other" in fault("--config", str(recipe), "--bf16", name, "fp32")
+
+
+def test_megatrons_words_for_attention_are_taken() -> None:
+    for word, own in (("fused", "cudnn"), ("unfused", "math"), ("local", "math"), ("flash", "flash")):
+        config, notes = read_command([*RUN, "--attention-backend", word], world_size=1)
+        assert config.model.attention == own
+        assert notes == ([] if word == own else [f"--attention-backend {word} is {own} here"])
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--fp8-interval 1", "scales of fp8 follow in every step"),
+        ("--te-rng-tracker", "no tracker to choose"),
+        ("--no-rope-fusion", "--rotary-kernel chooses"),
+        ("--no-bias-swiglu-fusion", "--gate-kernel chooses"),
+        ("--cross-entropy-loss-fusion", "--loss-kernel chooses"),
+        ("--cross-entropy-fusion-impl te", "--loss-kernel chooses"),
+        ("--no-persist-layer-norm", "--norm-kernel chooses"),
+        ("--use-precision-aware-optimizer", "--exp-avg-sq-dtype count without it"),
+        ("--no-fp8-wgrad", "give --fp8-recipe rowwise, which always keeps them so, or drop the flag"),
+    ],
+)
+def test_a_command_of_megatron_is_answered_by_what_is_done_instead(flags: str, words: str) -> None:
+    try:
+        (said,) = read_command([*RUN, *flags.split()], world_size=1)[1]
+    except ConfigError as error:
+        said = str(error)
+    assert words in said
+
+
 def test_an_unknown_flag_names_the_nearest_known_one() -> None:
     assert fault("--lr-warmup-iter", "3") == (
         "--lr-warmup-iter is not a flag of this trainer; the nearest known one is --lr-warmup-iters"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from helpers.fake_ranks import fake_mesh, find_layout
 from helpers.pairs import write_pair
 from helpers.runs import TINY, one_rank, read_metrics, read_tensors, run_tiny
 from megaflow.errors import ConfigError
@@ -226,7 +227,8 @@ def test_small_layers_and_odd_widths_are_left_out(monkeypatch: pytest.MonkeyPatc
     fp8 = build.build_model(read_command(words, world_size=1)[0], one_rank()).fp8
     assert fp8 is not None
     assert fp8.describe() == (
-        "products in fp8 in 0 of 8 linear layers of blocks: none is 1024 wide both ways, below which fp8 does not pay"
+        "products in fp8 in 0 of 8 linear layers of blocks: none is 1024 wide both ways, below which fp8 does not pay, "
+        "and a multiple of 16"
     )
 
 
@@ -241,6 +243,21 @@ def test_the_first_and_last_blocks_can_be_left_out(monkeypatch: pytest.MonkeyPat
     assert number("--first-last-layers-bf16") == [1, 2, 3]
     assert number("--first-last-layers-bf16 --num-layers-at-start-in-bf16 2") == [2, 3]
     assert number("--first-last-layers-bf16 --num-layers-at-end-in-bf16 0") == [1, 2, 3, 4, 10]
+
+
+def test_no_block_left_for_fp8_is_refused_and_a_stage_without_one_says_so() -> None:
+    words = [*TINY, "--train-iters", "1", "--data-path", "x", *FP8, "--first-last-layers-bf16", "--num-layers"]
+    for extra in (["2"], ["5", "--num-layers-at-start-in-bf16", "99"], ["3", "--num-layers-at-end-in-bf16", "2"]):
+        with pytest.raises(ConfigError, match=r"keep all of model.num_layers .* in 16 bits, which leaves step.fp8 "):
+            read_command([*words, *extra], world_size=1)
+    config = read_command([*words, "4", "--pipeline-model-parallel-size", "4"], world_size=4)[0]
+    with fake_mesh(find_layout(config, 4), rank=0) as mesh:
+        fp8 = build.build_model(config, mesh).fp8
+    assert fp8 is not None
+    assert fp8.describe() == (
+        "products in fp8 in 0 of 4 linear layers of blocks: all blocks of this rank stay in 16 bits "
+        "(--first-last-layers-bf16)"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -370,6 +387,10 @@ def test_what_does_not_go_together_is_one_sentence() -> None:
         read_command([*words, "--fp8-hybrid"], world_size=1)
     with pytest.raises(ConfigError, match="must be one of tensorwise, delayed, rowwise, got 'mxfp8'"):
         read_command([*words, *FP8, "--fp8-recipe", "mxfp8"], world_size=1)
+    for margin, said in (("17", "<= 16, got 17; lower it"), ("2000", "<= 16, got 2,000"), ("-1", ">= 0, got -1")):
+        with pytest.raises(ConfigError, match=rf"precision.margin \(--fp8-margin\) must be {said}"):
+            read_command([*words, *FP8, "--fp8-recipe", "delayed", "--fp8-margin", margin], world_size=1)
+    read_command([*words, *FP8, "--fp8-recipe", "delayed", "--fp8-margin", "16"], world_size=1)
     _, notes = read_command([*words, *FP8, "--fp8-margin", "1", "--num-layers-at-end-in-bf16", "2"], world_size=1)
     assert notes[-2:] == [
         "precision.margin (--fp8-margin) has no effect without --fp8-recipe delayed",

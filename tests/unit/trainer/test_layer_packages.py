@@ -63,7 +63,6 @@ CASES: dict[str, tuple[list[str], list[str], Callable[[pytest.MonkeyPatch], list
     "apex norms": (["--norm-kernel", "apex"], [], install_apex, {"layer"}),
     "apex adam": (["--adam-kernel", "apex"], [], install_apex, {"adam"}),
     "apex adam bf16": (["--adam-kernel", "apex"], ["--bf16"], install_apex, {"adam"}),
-    "apex adam narrow": (["--adam-kernel", "apex"], ["--exp-avg-dtype", "bf16"], install_apex, set()),
     "apex rms norms": (["--norm-kernel", "apex"], LLAMA, install_apex, {"rms"}),
 }
 
@@ -249,6 +248,20 @@ def test_a_part_that_cannot_be_had_is_refused_before_data_are_opened(
         (["--norm-kernel", "apexx"], "must be one of torch, liger, apex, transformer_engine, got 'apexx'"),
         (["--adam-kernel", "apex", "--optimizer", "lion"], "apex is for optim.kind"),
         (["--adam-kernel", "apex", "--optimizer-cpu-offload"], "apex is for optim.kind"),
+        *(
+            (
+                ["--adam-kernel", "apex", *given.split()],
+                rf"apex takes .* in fp32, and there is {words}.*; drop one of them",
+            )
+            for given, words in (
+                ("--bf16 --all-bf16", "step.is_all_bf16"),
+                ("--fp64", "step.dtype fp64"),
+                ("--bf16 --main-params-dtype bf16", "optim.main_dtype .* bf16"),
+                ("--main-grads-dtype bf16", "optim.main_grad_dtype .* bf16"),
+                ("--exp-avg-dtype bf16", "optim.exp_avg_dtype .* bf16"),
+                ("--exp-avg-sq-dtype fp16", "optim.exp_avg_sq_dtype .* fp16"),
+            )
+        ),
         (["--gate-kernel", "liger"], r"is for model.activation \(--activation\) swiglu, and it is gelu"),
         (["--rotary-kernel", "liger"], r"is for model.position_kind \(--position-embedding-type\) rope"),
         (["--rotary-kernel", "liger", *LLAMA, "--rotary-interleaved"], "pairs channels by halves"),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.runs import one_rank
+from helpers.runs import TINY, one_rank
+from megaflow_trainer.config import read_command
 from megaflow_trainer.config.arithmetic import count_state_bytes
 from megaflow_trainer.config.sections import ModelConfig, OptimConfig, StepConfig
 from megaflow_trainer.model.experts import count_stacked
@@ -20,6 +21,7 @@ from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
 from megaflow_trainer.optim.rules import orthogonalise
 from megaflow_trainer.optim.scaler import LossScaler
 from megaflow_trainer.parallel.data import DataOptions, MainGradients
+from megaflow_trainer.training.build import build_model, build_optimizer
 
 CONFIG = OptimConfig(lr=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8)
 SHAPE = ModelConfig(num_layers=1, hidden_dim=8, num_heads=2, max_positions=4, vocab_size=16, vocab_multiple=16)
@@ -204,15 +206,19 @@ def test_states_in_16_bits_are_half_the_memory_and_nearly_the_same_step(kind: st
 
 
 def test_all_bf16_keeps_nothing_in_fp32() -> None:
-    narrow = dataclasses.replace(CONFIG, main_dtype="bf16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-    model = torch.nn.Sequential(torch.nn.Linear(5, 3)).to(torch.bfloat16)
-    gradients = MainGradients(model, one_rank(), options=DataOptions(dtype=torch.bfloat16))
-    optimizer = Optimizer(gradients.parameters, narrow)
-    before = model[0].weight.detach().clone()
-    gradients.kept[0].fill_(1.0)
+    words = [*TINY, "--train-iters", "1", "--data-path", "x", "--bf16", "--all-bf16"]
+    config = read_command(words, world_size=1)[0]
+    model = build_model(config, one_rank())
+    gradients, optimizer = model.gradients, build_optimizer(model, config)
+    assert isinstance(gradients, MainGradients)
+    assert {kept.dtype for kept in gradients.kept} == {torch.bfloat16}
+    weights = dict(model.module.named_parameters())
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    for kept in gradients.kept:
+        kept.fill_(1.0)
     optimizer.step(1e-2)
-    assert not torch.equal(model[0].weight, before)
-    assert optimizer.masters["0.weight"].data_ptr() == model[0].weight.data_ptr()
+    assert not any(torch.equal(weight, before[name]) for name, weight in weights.items())
+    assert all(optimizer.masters[name].data_ptr() == weight.data_ptr() for name, weight in weights.items())
     assert {value.dtype for key, value in optimizer.list_tensors().items() if not key.startswith("step")} == {
         torch.bfloat16
     }

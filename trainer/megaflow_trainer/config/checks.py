@@ -263,6 +263,12 @@ def check_precision(config: TrainConfig) -> list[str]:
         faults.append(f"step.is_all_bf16 is for bf16, and this run is {step.dtype}; give --bf16 or drop it")
     if step.fp8 != "none" and step.dtype != "bf16":
         faults.append(f"step.fp8 is beside bf16, and this run is {step.dtype}; give --bf16 or drop it")
+    own, num_layers = config.precision, config.model.num_layers
+    if step.fp8 != "none" and own.keeps_ends and own.start_layers + own.end_layers >= num_layers:
+        faults.append(
+            f"precision.start_layers {own.start_layers} and precision.end_layers {own.end_layers} keep all of "
+            f"model.num_layers {num_layers} in 16 bits, which leaves step.fp8 none; lower them or drop step.fp8"
+        )
     if optim.main_dtype == "bf16" and step.dtype != "bf16":
         faults.append(f"optim.main_dtype bf16 is for bf16 runs, and this one is {step.dtype}; give --bf16 or drop it")
     if optim.adam_eps == 0 and optim.kind in ("adamw", "adam", "muon"):

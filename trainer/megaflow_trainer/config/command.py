@@ -12,7 +12,7 @@ from typing import Any
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import fields
 from megaflow_trainer.config.checks import find_faults
-from megaflow_trainer.config.flags import FLAGS, LEGACY, NOT_BUILT, find_spelling
+from megaflow_trainer.config.flags import FLAGS, LEGACY, MEGATRON_WORDS, NOT_BUILT, find_spelling
 from megaflow_trainer.config.presets import PRESETS
 from megaflow_trainer.config.recipe import read_recipe
 from megaflow_trainer.config.resolve import resolve
@@ -74,7 +74,7 @@ def read_command(argv: Sequence[str], *, world_size: int) -> tuple[TrainConfig, 
 def _read_words(argv: Sequence[str]) -> tuple[Parsed, TrainConfig, list[str]]:
     parsed = parse_flags(argv)
     config, faults = fields.build(parsed.values)
-    return parsed, config, parsed.faults + list(_refuse(parsed)) + faults
+    return parsed, config, parsed.faults + list(_refuse(parsed)) + list(_contradict(parsed)) + faults
 
 
 def check_words(argv: Sequence[str]) -> None:
@@ -163,6 +163,10 @@ def _read_value(name: str, words: list[str], constant: Any, target: fields.Field
     else:
         try:
             value = fields.convert(target, words if target.name in _LIST_FIELDS else words[0], name)
+            own = MEGATRON_WORDS.get(target.name, {}).get(str(value), value)
+            if own != value:
+                parsed.notes.append(f"{name} {value} is {own} here")
+                value = own
             parsed.set(target.name, value, " ".join([name, *words]))
         except ConfigError as error:
             parsed.faults.append(str(error))
@@ -189,6 +193,18 @@ def _refuse(parsed: Parsed) -> Iterator[str]:
             yield f"{', '.join(parsed.asked[feature.feature])}: this version does not have {feature.feature}; " + (
                 feature.remedy
             )
+
+
+def _contradict(parsed: Parsed) -> Iterator[str]:
+    """Faults of dtypes that were given beside `--all-bf16`, which sets them; it overrides those of a recipe."""
+    if not parsed.values.get("step.is_all_bf16"):
+        return
+    whole = parsed.spelled.get("step.is_all_bf16")
+    for name in ("optim.main_dtype", "optim.main_grad_dtype", "optim.exp_avg_dtype", "optim.exp_avg_sq_dtype"):
+        value, spelled = parsed.values.get(name, "bf16"), parsed.spelled.get(name)
+        if value != "bf16" and (spelled is not None or whole is None):
+            pair = f"{whole or 'step.is_all_bf16'} and {spelled or f'{name} {value}'}"
+            yield f"{pair} contradict each other: the first asks for bf16, give one of them"
 
 
 def _count_fault(name: str, words: list[str], wanted: int) -> list[str]:

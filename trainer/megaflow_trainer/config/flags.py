@@ -331,6 +331,21 @@ LEGACY: tuple[LegacyFlag, ...] = (
     LegacyFlag("--use-pytorch-profiler", "--profile always takes torch's profiler"),
     LegacyFlag("--cuda-graph-scope", "a graph holds forward and backward of a whole micro-batch", takes_value=True),
     LegacyFlag("--moe-router-dtype", "routers always compute in fp32, with weights in fp32", takes_value=True),
+    LegacyFlag("--fp8-interval", "scales of fp8 follow in every step", takes_value=True),
+    LegacyFlag("--te-rng-tracker", "random numbers follow from seed, step and place; there is no tracker to choose"),
+    LegacyFlag("--no-rope-fusion", "there is no hand-fused rotation to turn off; --rotary-kernel chooses one"),
+    LegacyFlag("--no-bias-swiglu-fusion", "there is no hand-fused SwiGLU to turn off; --gate-kernel chooses one"),
+    LegacyFlag("--no-persist-layer-norm", "there is no persistent norm to turn off; --norm-kernel chooses one"),
+    LegacyFlag("--cross-entropy-loss-fusion", "the loss is fused by itself on GPUs; --loss-kernel chooses another"),
+    LegacyFlag(
+        "--cross-entropy-fusion-impl",
+        "the loss is fused by itself on GPUs; --loss-kernel chooses another",
+        takes_value=True,
+    ),
+    LegacyFlag(
+        "--use-precision-aware-optimizer",
+        "--main-params-dtype, --main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype count without it",
+    ),
     LegacyFlag("--moe-per-layer-logging", "the load of experts is always logged"),
     LegacyFlag("--moe-permute-fusion", "rows are always gathered and added up by one function each"),
 )
@@ -341,7 +356,18 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "drop the flag: they are rounded when they are used",
         switches=("--fp8-param-gather",),
     ),
+    NotBuilt(
+        "gradients of weights in 16 bits beside every recipe of fp8",
+        "give --fp8-recipe rowwise, which always keeps them so, or drop the flag",
+        switches=("--no-fp8-wgrad",),
+    ),
 )
+
+
+MEGATRON_WORDS: dict[str, dict[str, str]] = {
+    "model.attention": {"fused": "cudnn", "unfused": "math", "local": "math"},
+}
+"""Megaflow's word for a value that Megatron calls otherwise, by field."""
 
 
 @functools.cache

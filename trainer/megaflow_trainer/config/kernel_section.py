@@ -90,8 +90,23 @@ def _check_shapes(config: TrainConfig) -> Iterator[str]:
         yield f"kernels.rotary {own.rotary} pairs channels by halves; drop it or model.rotary_interleaved"
     if own.adam != "native" and (config.optim.kind not in ("adam", "adamw") or config.optim.is_offloaded):
         yield f"kernels.adam {own.adam} is for optim.kind adamw whose states lie on the GPU; drop it"
+    narrow = _find_narrow(config)
+    if own.adam == "apex" and narrow is not None:
+        yield f"kernels.adam apex takes weights, gradients and moments in fp32, and there is {narrow}; drop one of them"
     if own.loss != "native" and config.parallel.tp > 1:
         yield f"kernels.loss {own.loss} needs whole scores, and parallel.tp {config.parallel.tp} divides them; drop it"
+
+
+def _find_narrow(config: TrainConfig) -> str | None:
+    """What keeps a part of the optimizer's state in another dtype than fp32, or None."""
+    if config.step.is_all_bf16:
+        return "step.is_all_bf16"
+    if config.step.dtype == "fp64":
+        return "step.dtype fp64"
+    for name in ("main_dtype", "main_grad_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(config.optim, name) != "fp32":
+            return f"optim.{name} {getattr(config.optim, name)}"
+    return None
 
 
 def _check_torchao(config: TrainConfig) -> Iterator[str]:

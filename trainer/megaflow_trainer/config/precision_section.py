@@ -10,6 +10,9 @@ FP8_WIDTH = 1024
 """Inputs and outputs that a linear layer has at least for its products to be in fp8, on one rank. Rounding costs by
 tokens x (inputs + outputs), products gain by tokens x inputs x outputs: below this nothing is won on an H200."""
 
+MOST_MARGIN = 16
+"""Powers of two that may be left free: e4m3 has 18 in all, so that beyond this nothing is left of a tensor."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
@@ -37,6 +40,7 @@ class PrecisionConfig:
             + one_of("precision", ("most_recent", "max"), history_algo=self.history_algo)
             + at_least("precision", 1, history_len=self.history_len)
             + at_most("precision", MOST_HELD, "lower it", history_len=self.history_len)
+            + at_most("precision", MOST_MARGIN, "lower it", margin=self.margin)
             + at_least("precision", 0, margin=self.margin, start_layers=self.start_layers, end_layers=self.end_layers)
         )
 

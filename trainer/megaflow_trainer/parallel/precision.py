@@ -96,15 +96,28 @@ class DelayedScales:
 
 
 class Fp8Layers:
-    """The layers of this rank whose products are in fp8, by name; `num_linear` are all linear layers of its blocks."""
+    """The layers of this rank whose products are in fp8.
 
-    def __init__(self, layers: Mapping[str, Linear], num_linear: int, scales: DelayedScales | None) -> None:
-        self.layers, self.num_linear, self.scales = layers, num_linear, scales
+    Args:
+        layers: these, by name.
+        num_linear: all linear layers of its blocks.
+        num_allowed: those of blocks that may have products in fp8.
+        scales: delayed ones, if they are.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, Linear], num_linear: int, num_allowed: int, scales: DelayedScales | None
+    ) -> None:
+        self.layers, self.num_linear, self.num_allowed, self.scales = layers, num_linear, num_allowed, scales
 
     def describe(self) -> str:
         """A line for the log."""
         text = f"products in fp8 in {len(self.layers)} of {self.num_linear} linear layers of blocks"
-        return text if self.layers else f"{text}: none is {FP8_WIDTH} wide both ways, below which fp8 does not pay"
+        if self.layers or self.num_linear == 0:
+            return text
+        if self.num_allowed == 0:
+            return f"{text}: all blocks of this rank stay in 16 bits (--first-last-layers-bf16)"
+        return f"{text}: none is {FP8_WIDTH} wide both ways, below which fp8 does not pay, and a multiple of {MULTIPLE}"
 
 
 def apply_fp8(model: GPT, mesh: Mesh, kind: str, config: PrecisionConfig, kernels: KernelConfig) -> Fp8Layers:
@@ -125,7 +138,8 @@ def apply_fp8(model: GPT, mesh: Mesh, kind: str, config: PrecisionConfig, kernel
     if config.recipe == "delayed" and kernels.layers == "local":
         scales = DelayedScales(layers, config, mesh)
         scales.begin()
-    return Fp8Layers(layers, len(linear), scales)
+    allowed = [number for _, number in linear.values() if config.has_fp8(number, model.config.num_layers)]
+    return Fp8Layers(layers, len(linear), len(allowed), scales)
 
 
 def _make_product(layer: Linear, kind: str, recipe: str, kernels: KernelConfig) -> Product:
