@@ -35,7 +35,7 @@ class Entry:
     obstacle: Callable[[Need], str | None] = lambda need: None
     is_timed: bool = True
     package: str | None = None
-    """The optional package it comes from; such an entry is loaded only when it is asked for."""
+    """The optional package it comes from. Such an entry is loaded when it is asked for, or when entries are timed."""
     is_traceable: bool = True
     """Whether it can be part of a compiled graph; else it cuts blocks in two."""
 
