@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from helpers.pairs import write_pair
-from helpers.runs import read_metrics, run_tiny
+from helpers.runs import TINY, one_rank, read_metrics, run_tiny
+from megaflow_trainer.config import read_command
 from megaflow_trainer.ops.accumulate import AccumulatingLoss
 from megaflow_trainer.ops.linear import Linear
+from megaflow_trainer.ops.scores import score_chunk
 from megaflow_trainer.parallel import fusion
+from megaflow_trainer.parallel.data import MainGradients
 from megaflow_trainer.training import build
 
 LENGTH = ["--train-iters", "6", "--global-batch-size", "8", "--micro-batch-size", "2", "--lr-decay-style", "constant"]
@@ -60,13 +65,47 @@ def test_the_loss_makes_the_gradients_of_its_weighted_sum(chunk_scores: int, sca
     grads = (x.grad, weight.grad)
     x.grad = None
     main_grad = torch.zeros(20, 8)
-    loss = AccumulatingLoss(main_grad, chunk_scores=chunk_scores)
+    held: list[int] = []
+
+    def score(scores: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        held.append(scores.numel())
+        return score_chunk(scores, *rest)
+
+    loss = AccumulatingLoss(main_grad, score=score, chunk_scores=chunk_scores)
     losses = loss(x, weight.detach(), target, weights, vocab_size=17, scale=scale)
     torch.testing.assert_close(losses, expected.detach())
+    assert sum(held) == 10 * 20
+    assert max(held) == {1: 20, 40: 40, 1 << 20: 200}[chunk_scores], "a token at least"
     (losses * weights).sum().backward()
     torch.testing.assert_close(x.grad, grads[0])
     torch.testing.assert_close(main_grad, grads[1])
     assert main_grad[17:].count_nonzero() == 0
+
+
+EXPERTS = "--num-experts 4 --moe-router-topk 2"
+
+
+@pytest.mark.parametrize(
+    "flags, can",
+    [
+        ("--bf16", True),
+        ("--fp16", True),
+        ("--bf16 --zero-stage 1", True),
+        ("--bf16 --zero-stage 2", False),  # buffers come and go
+        ("--bf16 --main-grads-dtype bf16", True),
+        ("--bf16 --main-grads-dtype bf16 --zero-stage 2", False),
+        ("", False),  # nothing is won where a gradient is as wide as its weight
+        (f"--bf16 {EXPERTS}", True),  # but for routers, which are in fp32 and have no such product
+        (EXPERTS, False),
+    ],
+)
+def test_when_products_may_add_to_main_gradients(flags: str, can: bool) -> None:
+    words = [*TINY, "--train-iters", "1", "--data-path", "x", *flags.split()]
+    gradients = build.build_model(read_command(words, world_size=1)[0], one_rank()).gradients
+    assert isinstance(gradients, MainGradients)
+    routers = {slot.weight.dtype for bucket in gradients.buckets for slot in bucket.slots if "router" in slot.name}
+    assert routers == ({torch.float32} if "experts" in flags else set())
+    assert fusion.can_accumulate(gradients) == can
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.runs import one_rank
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.compiling import find_compile_obstacle, find_default_obstacle
-from megaflow_trainer.parallel.fusion import Compiler
+from megaflow_trainer.parallel.fusion import Compiler, compile_blocks
+from megaflow_trainer.training.build import build_model
 
 BASE = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --train-iters 1 "
@@ -49,6 +53,23 @@ def test_an_error_of_the_function_itself_stays_its_own() -> None:
 
     with pytest.raises(RuntimeError, match=r"size mismatch|incompatible"):
         Compiler()(fail, backend="eager")(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("flags", ["", "--num-experts 2"])
+def test_blocks_are_compiled_whole_where_nothing_is_exchanged(flags: str, is_whole: bool) -> None:
+    """A graph that breaks in a block would go unseen."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    class Seeing(Compiler):
+        def __call__(self, function: Any, **options: Any) -> Any:
+            seen.append((function.__qualname__, options))
+            return function
+
+    config, _ = read_command(f"{BASE} --no-compile {flags}".split(), world_size=1)
+    compile_blocks(build_model(config, one_rank()).module, is_whole=is_whole, compiler=Seeing())  # type: ignore[arg-type]
+    blocks = [options for name, options in seen if name.startswith("Block.")]
+    assert blocks == [{"fullgraph": is_whole, "dynamic": False}] * 4
 
 
 @pytest.mark.parametrize(

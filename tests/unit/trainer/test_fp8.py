@@ -359,7 +359,7 @@ def advance(flags: str, reached: list[float], monkeypatch: pytest.MonkeyPatch) -
     assert model.fp8.scales is not None
     product = model.fp8.scales.products[3]
     for value in reached:
-        product.largest_x.fill_(value)
+        product.largest_x.copy_(torch.maximum(product.largest_x, torch.tensor(value)))  # as a product does
         model.fp8.scales.advance()
     return product.unit_x.item() * 448
 
@@ -371,6 +371,9 @@ def test_what_a_delayed_scale_follows(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", [3.0, 8.0, 5.0], 5.0),
         ("", [3.0, 0.0], 3.0),
         ("", [3.0, nan], 3.0),
+        ("", [3.0, float("inf")], 3.0),
+        ("", [3.0, nan, 2.0], 2.0),
+        ("--fp8-amax-history-len 2 --fp8-amax-compute-algo max", [3.0, nan, 5.0], 5.0),
         ("--fp8-margin 2", [3.0], 12.0),
         ("--fp8-amax-history-len 2", [8.0, 3.0, 5.0], 5.0),
         ("--fp8-amax-history-len 2 --fp8-amax-compute-algo max", [8.0, 6.0, 5.0], 6.0),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,13 @@ from helpers.pairs import write_pair
 from helpers.runs import TINY, one_rank, read_metrics, run_tiny
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
+from megaflow_trainer.config.sections import KernelConfig, PrecisionConfig
 from megaflow_trainer.model.rope import Rotary, rotate_both
 from megaflow_trainer.ops import packages
 from megaflow_trainer.ops.layer_packages import PARTS, EngineProduct, TorchaoProduct, rotate_liger
 from megaflow_trainer.parallel import apply as apply_module
 from megaflow_trainer.parallel import precision
+from megaflow_trainer.parallel.kernels import make_scope
 from megaflow_trainer.training import build, preflight
 from megaflow_trainer.training import run as run_module
 
@@ -126,6 +131,40 @@ def test_the_engines_fp8_is_entered_around_each_forward(
     entered.clear()
     run_tiny(prefix, [*LENGTH, *ENGINE, "--bf16", "--run-dir", str(tmp_path / "c")])
     assert entered == []
+
+
+def test_the_engine_is_told_where_a_main_gradient_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_engine(monkeypatch)
+    weight, x = torch.nn.Parameter(torch.randn(3, 4)), torch.randn(2, 4)
+    product = EngineProduct(weight)
+    product(x, weight, None).sum().backward()
+    expected, weight.grad = weight.grad, None
+    product.main_grad = torch.ones(3, 4)
+    for _ in range(2):
+        product(x, weight, None).sum().backward()
+    assert weight.grad is None, "it adds the gradient itself"
+    torch.testing.assert_close(product.main_grad, 1 + 2 * expected)
+    product.main_grad = None
+    product(x, weight, None).sum().backward()
+    torch.testing.assert_close(weight.grad, expected)
+
+
+@pytest.mark.parametrize("recipe, groups", [("delayed", ["all ranks"]), ("tensorwise", [None])])
+def test_ranks_agree_on_the_engines_delayed_scales(
+    recipe: str, groups: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_engine(monkeypatch)
+    seen: list[Any] = []
+
+    def autocast(*, amax_reduction_group: Any = None, **_: Any) -> Any:
+        seen.append(amax_reduction_group)
+        return nullcontext()
+
+    monkeypatch.setattr(sys.modules["transformer_engine.pytorch"], "autocast", autocast)
+    mesh = dataclasses.replace(one_rank(), world_group="all ranks")  # type: ignore[arg-type]
+    scope = make_scope("hybrid", KernelConfig(layers="transformer_engine"), PrecisionConfig(recipe=recipe), mesh)
+    with scope():
+        assert seen == groups
 
 
 def test_a_bad_step_changes_nothing_by_apex_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +308,8 @@ def test_a_part_that_cannot_be_had_is_refused_before_data_are_opened(
             ["--bf16", "--fp8-hybrid", "--fp8-kernel", "torchao", "--fp8-recipe", "delayed"],
             "torchao has tensorwise with hybrid and rowwise with e4m3, not delayed with hybrid",
         ),
+        (["--bf16", "--fp8-hybrid", "--fp8-kernel", "torchao", "--fp8-recipe", "rowwise"], "not rowwise with hybrid"),
+        (["--bf16", "--fp8-format", "e4m3", "--fp8-kernel", "torchao"], "not tensorwise with e4m3"),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags: list[str], words: str) -> None:

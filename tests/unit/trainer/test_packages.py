@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -264,10 +265,14 @@ def test_flash_attn_2_is_called_as_it_asks(window: int | None, monkeypatch: pyte
     compare(attend_flash_2, window, 0.3)
 
 
-@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("window, given", [(None, None), (5, None), (None, "1")])
 def test_the_attention_of_transformer_engine_is_called_as_it_asks(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, given: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATTN_V4", given or "")
+    if given is None:
+        monkeypatch.delenv("NVTE_FLASH_ATTN_V4")
+
     class DotProductAttention:
         def __init__(
             self,
@@ -279,6 +284,7 @@ def test_the_attention_of_transformer_engine_is_called_as_it_asks(
             softmax_scale: float | None = None,
         ) -> None:
             assert (num_attention_heads, kv_channels, num_gqa_groups, qkv_format) == (4, 16, 2, "bshd")
+            assert os.environ["NVTE_FLASH_ATTN_V4"] == (given or "0"), "its windows are not flash-attn 4's"
             self.scale = softmax_scale
 
         def __call__(
