@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,10 +58,13 @@ def flash_4(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> tuple[T
 @contextmanager
 def _refusing(package: Package) -> Iterator[None]:
     """Packages refuse shapes by assertions, ValueErrors or kinds of their own, torch's kernels by a RuntimeError: so do
-    they here. One that is a RuntimeError already (out of memory) stays what it is.
+    they here. One that is a RuntimeError already (out of memory) stays what it is. What they warn of, such as names that
+    others of their parts are to give up, is not for who trains with them.
     """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     except RuntimeError:
         raise
     except Exception as error:
