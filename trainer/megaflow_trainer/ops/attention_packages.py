@@ -58,8 +58,8 @@ def flash_4(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> tuple[T
 @contextmanager
 def _refusing(package: Package) -> Iterator[None]:
     """Packages refuse shapes by assertions, ValueErrors or kinds of their own, torch's kernels by a RuntimeError: so do
-    they here. One that is a RuntimeError already (out of memory) stays what it is. What they warn of, such as names that
-    others of their parts are to give up, is not for who trains with them.
+    they here. One that is a RuntimeError already (out of memory) stays what it is. What they warn of, such as names
+    that their own parts are to give up, is not for who trains with them.
     """
     try:
         with warnings.catch_warnings():
