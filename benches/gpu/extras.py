@@ -41,6 +41,7 @@ from megaflow_trainer.ops.cross_entropy import linear_cross_entropy  # noqa: E40
 from megaflow_trainer.ops.fp8 import DelayedProduct, RowwiseProduct, TensorwiseProduct  # noqa: E402
 from megaflow_trainer.ops.layer_packages import (  # noqa: E402
     PARTS,
+    ApexProduct,
     EngineProduct,
     TorchaoProduct,
     gate_liger,
@@ -321,6 +322,7 @@ def list_cases() -> Iterator[Case]:
     for recipe in ("tensorwise", "delayed"):
         scope = partial(make_engine_scope, recipe, "hybrid", None)
         yield linear_case(f"transformer_engine: fp8 {recipe}", 8e-2, EngineProduct, engine, scope)
+    yield linear_case("apex: sums of weight gradients", 1e-2, lambda _: ApexProduct(), ("sums", "apex"))
     for recipe in ("tensorwise", "rowwise"):
         torchao = partial(TorchaoProduct, recipe=recipe)
         yield linear_case(f"torchao: fp8 {recipe}", 8e-2, torchao, ("fp8", "torchao"))

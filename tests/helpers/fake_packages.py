@@ -145,7 +145,7 @@ def install_liger(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def install_apex(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """apex's norms and its AdamW; the list says what was called."""
+    """apex's norms, its AdamW and its sums of weight gradients; the list says what was called."""
     called: list[str] = []
 
     def rms(x: Tensor, weight: Tensor, shape: tuple[int, ...], eps: float) -> Tensor:
@@ -177,8 +177,14 @@ def install_apex(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             root = (v / (1 - beta2 ** step.item())).sqrt() + eps
             p.copy_(p * (1 - lr * decay) - lr * (m / (1 - beta1 ** step.item())) / root)
 
+    def add(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
+        called.append("sums")
+        main_grad.add_(grad.t() @ x)
+
     install(
         monkeypatch,
+        fused_weight_gradient_mlp_cuda__wgrad_gemm_accum_fp32=add,
+        fused_weight_gradient_mlp_cuda__wgrad_gemm_accum_fp16=add,
         amp_C__multi_tensor_adam_capturable=adam,
         apex__multi_tensor_apply__multi_tensor_applier=lambda op, *args: op(65536, *args),
         fused_layer_norm_cuda__forward_affine=None,

@@ -223,6 +223,7 @@ KERNEL_FLAGS = (
         "--loss-kernel",
         "--fp8-kernel",
         "--adam-kernel",
+        "--wgrad-kernel",
     ),
 )
 """Flags that test_layer_packages.py observes."""

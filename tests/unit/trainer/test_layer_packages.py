@@ -109,6 +109,26 @@ def test_the_engine_adds_to_main_gradients(prefix: str, tmp_path: Path, monkeypa
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("flags", [["--bf16"], ["--bf16", "--all-bf16"]])
+def test_apex_adds_to_main_gradients(
+    flags: list[str], prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each of the linear layers of two blocks, in each micro-batch."""
+    called = install_apex(monkeypatch)
+    monkeypatch.setattr(build, "_can_accumulate", lambda config, mesh: True)
+    run_tiny(prefix, [*LENGTH, *flags, "--run-dir", str(tmp_path / "native")])
+    assert not called
+    run_tiny(prefix, [*LENGTH, *flags, "--wgrad-kernel", "apex", "--run-dir", str(tmp_path / "package")])
+    assert set(called) == {"sums"}
+    curves = [read_metrics(tmp_path / kind) for kind in ("native", "package")]
+    assert len(called) % (2 * 4 * len(curves[0])) == 0
+    loose = 1e-3 if "--all-bf16" in flags else 1e-4  # sums in 16 bits are rounded at another place
+    for one, other in zip(*curves, strict=True):
+        assert other["lm_loss"] == pytest.approx(one["lm_loss"], rel=loose)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=loose)
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_the_engines_fp8_is_entered_around_each_forward(
     prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,12 +245,13 @@ FLAGS = {
     ("rotary", "liger"): ["--rotary-kernel", "liger", *LLAMA],
     ("loss", "liger"): ["--loss-kernel", "liger"],
     ("adam", "apex"): ["--adam-kernel", "apex"],
+    ("sums", "apex"): ["--bf16", "--wgrad-kernel", "apex"],
     ("fp8", "torchao"): ["--fp8-kernel", "torchao", "--bf16", "--fp8-hybrid"],
 }
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("part", PARTS, ids=" ".join)
+@pytest.mark.parametrize("part", [part for part in PARTS if part[0] != "sums"], ids=" ".join)  # for ZeRO 0 and 1 alone
 def test_what_zero_3_allows_takes_the_weight_that_it_is_handed(
     part: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +320,20 @@ def test_a_part_that_cannot_be_had_is_refused_before_data_are_opened(
                 ("--main-grads-dtype bf16", "optim.main_grad_dtype .* bf16"),
                 ("--exp-avg-dtype bf16", "optim.exp_avg_dtype .* bf16"),
                 ("--exp-avg-sq-dtype fp16", "optim.exp_avg_sq_dtype .* fp16"),
+            )
+        ),
+        (["--wgrad-kernel", "apex"], r"in the products of linear layers, and in step.dtype fp32 grad"),
+        *(
+            (["--bf16", "--wgrad-kernel", "apex", *given.split()], rf"kernels.sums .* apex adds .*, and {words}")
+            for given, words in (
+                ("--transformer-impl transformer_engine", "kernels.layers .* adds them by itself"),
+                ("--fp8-hybrid", "step.fp8 .* has products of its own"),
+                ("--no-gradient-accumulation-fusion", "step.accumulates_in_products is off"),
+                ("--zero-stage 2", "parallel.zero .* 2 does not keep whole sums"),
+                (
+                    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+                    "recompute.method .* uniform goes through several layers",
+                ),
             )
         ),
         (["--gate-kernel", "liger"], r"is for model.activation \(--activation\) swiglu, and it is gelu"),

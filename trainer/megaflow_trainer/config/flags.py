@@ -223,6 +223,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("--rotary-kernel", "kernels.rotary"),
     Flag("--loss-kernel", "kernels.loss"),
     Flag("--adam-kernel", "kernels.adam"),
+    Flag("--wgrad-kernel", "kernels.sums"),
     Flag("--all-bf16", "step.is_all_bf16", constant=True),
     Flag("--tf32", "step.allows_tf32", constant=True),
     Flag("--compile", "step.is_compiled", constant=True),

@@ -32,6 +32,8 @@ class KernelConfig:
     """Products in fp8: native or torchao."""
     adam: str = "native"
     """AdamW: native or apex."""
+    sums: str = "native"
+    """Products of linear layers that add weight gradients to main gradients: native or apex."""
 
     def __post_init__(self) -> None:
         raise_faults(
@@ -40,13 +42,13 @@ class KernelConfig:
             + one_of("kernels", ("torch", "liger"), gate=self.gate, rotary=self.rotary)
             + one_of("kernels", ("native", "liger"), loss=self.loss)
             + one_of("kernels", ("native", "torchao"), fp8=self.fp8)
-            + one_of("kernels", ("native", "apex"), adam=self.adam)
+            + one_of("kernels", ("native", "apex"), adam=self.adam, sums=self.sums)
         )
 
 
 def check_kernels(config: TrainConfig) -> list[str]:
     """What a kernel of a package asks of the rest of the run."""
-    return [*_check_layers(config), *_check_shapes(config), *_check_torchao(config)]
+    return [*_check_layers(config), *_check_shapes(config), *_check_torchao(config), *_check_sums(config)]
 
 
 def list_keepers(config: TrainConfig) -> list[str]:
@@ -107,6 +109,24 @@ def _find_narrow(config: TrainConfig) -> str | None:
         if getattr(config.optim, name) != "fp32":
             return f"optim.{name} {getattr(config.optim, name)}"
     return None
+
+
+def _check_sums(config: TrainConfig) -> Iterator[str]:
+    own, parallel, recompute, step = config.kernels, config.parallel, config.recompute, config.step
+    is_chained = recompute.method == "uniform" and (recompute.num_layers or 1) > 1
+    obstacles = [
+        (own.layers == ENGINE, f"kernels.layers {ENGINE} adds them by itself"),
+        (step.fp8 != "none", "step.fp8 has products of its own"),
+        (step.dtype not in ("bf16", "fp16"), f"in step.dtype {step.dtype} gradients are as wide as their sums"),
+        (not step.accumulates_in_products, "step.accumulates_in_products is off"),
+        (parallel.zero > 1, f"parallel.zero {parallel.zero} does not keep whole sums"),
+        (parallel.tp > 1, f"parallel.tp {parallel.tp} sends while it multiplies"),
+        (parallel.schedule in ("zero_bubble", "zbv"), f"parallel.schedule {parallel.schedule} takes backward apart"),
+        (is_chained, "recompute.method uniform goes through several layers at once"),
+    ]
+    for is_in, why in obstacles if own.sums != "native" else ():
+        if is_in:
+            yield f"kernels.sums {own.sums} adds weight gradients in the products of linear layers, and {why}; drop one"
 
 
 def _check_torchao(config: TrainConfig) -> Iterator[str]:

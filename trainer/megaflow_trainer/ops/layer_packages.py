@@ -36,6 +36,11 @@ _LIGER_LOSS = "liger_kernel.ops.cross_entropy.LigerCrossEntropyFunction"
 _TORCHAO_LINEAR = "torchao.float8.float8_linear.Float8Linear"
 _TORCHAO_CONFIG = "torchao.float8.Float8LinearConfig"
 
+_APEX_SUMS = {
+    4: "fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32",
+    2: "fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16",
+}
+"""By bytes of an element of the main gradient."""
 APEX_ADAM = ("apex.multi_tensor_apply.multi_tensor_applier", "amp_C.multi_tensor_adam_capturable")
 
 NormKernel = Callable[[Tensor, Tensor, "Tensor | None", float], Tensor]
@@ -72,6 +77,7 @@ PARTS: dict[tuple[str, str], Part] = {
     ("norm", "liger"): Part(LIGER, tuple(_LIGER_NORMS.values())),
     ("norm", "apex"): Part(APEX, (*_APEX_NORMS.values(), "fused_layer_norm_cuda.forward_affine")),
     ("adam", "apex"): Part(APEX, APEX_ADAM, is_traceable=True),  # outside of blocks
+    ("sums", "apex"): Part(APEX, (APEX_ADAM[0], *_APEX_SUMS.values()), is_traceable=True),
     ("gate", "liger"): Part(LIGER, (_LIGER_GATE,)),
     ("rotary", "liger"): Part(LIGER, (_LIGER_ROTARY,)),
     ("loss", "liger"): Part(LIGER, (_LIGER_LOSS,), is_traceable=True),  # outside of blocks
@@ -110,6 +116,43 @@ class EngineProduct(Product):
     @torch.compiler.disable
     def _run(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
+        return y
+
+
+@torch.library.custom_op("megaflow::add_product_apex_", mutates_args={"main_grad"})
+def add_product_apex_(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
+    """`main_grad += grad^T x` by apex: `[o, i]` in fp32 or 16 bits, `[t, o]`, `[t, i]`."""
+    APEX.load(_APEX_SUMS[main_grad.element_size()])(x.contiguous(), grad.contiguous(), main_grad)
+
+
+@add_product_apex_.register_fake
+def _(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
+    return None
+
+
+class _AddingByApex(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad, ctx.has_bias = main_grad, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        add_product_apex_(ctx.main_grad, flat, x.reshape(-1, x.shape[-1]))
+        return (flat @ weight).view(x.shape), None, flat.sum(0) if ctx.has_bias else None, None
+
+
+class ApexProduct(Product):
+    """torch's product whose weight gradient apex adds to the main gradient."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As `Product`."""
+        if self.main_grad is None or not torch.is_grad_enabled():
+            return F.linear(x, weight, bias)
+        y: Tensor = _AddingByApex.apply(x, weight, bias, self.main_grad)
         return y
 
 

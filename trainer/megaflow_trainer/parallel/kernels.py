@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from megaflow_trainer.model.mlp import Mlp
 from megaflow_trainer.model.norm import LayerNorm, RMSNorm
 from megaflow_trainer.ops.layer_packages import (
     PARTS,
+    ApexProduct,
     EngineProduct,
     gate_liger,
     loss_liger,
@@ -26,8 +28,8 @@ from megaflow_trainer.parallel.mesh import Mesh
 
 def list_parts(config: KernelConfig) -> list[tuple[str, str]]:
     """The parts that packages compute: field and value."""
-    names = [(name, getattr(config, name)) for name in ("layers", "norm", "gate", "rotary", "loss", "fp8", "adam")]
-    return [pair for pair in names if pair in PARTS]
+    pairs = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    return [pair for pair in pairs if pair in PARTS]
 
 
 def is_traceable(config: KernelConfig) -> bool:
@@ -37,10 +39,12 @@ def is_traceable(config: KernelConfig) -> bool:
 
 def apply_kernels(model: GPT, config: KernelConfig, *, has_fp8: bool) -> None:
     """Let packages compute what the configuration says. Linear layers in fp8 are `apply_fp8`'s, whosever they are."""
-    if config.layers == "transformer_engine" and not has_fp8:
-        for block in [module for module in model.modules() if isinstance(module, Block)]:
-            for layer in [module for module in block.modules() if isinstance(module, Linear)]:
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
+        for layer in [module for module in block.modules() if isinstance(module, Linear)]:
+            if config.layers == "transformer_engine" and not has_fp8:
                 layer.product = EngineProduct(layer.weight)
+            elif config.sums == "apex":
+                layer.product = ApexProduct()
     for module in model.modules():
         if config.norm != "torch" and isinstance(module, LayerNorm | RMSNorm):
             module.kernel = make_norm_kernel(config.norm, module)
