@@ -218,7 +218,9 @@ def attend_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: objec
     return (0 * (q + k.mean(2, keepdim=True)) + v).contiguous()
 
 
-def test_a_kernel_of_a_package_whose_results_are_wrong_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_of_a_package_whose_results_are_wrong_does_not_serve(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong = Entry(name="flash_attn_4", function=attend_nothing, package="flash-attn-4")
     right = dataclasses.replace(wrong, name="right", function=attend_math)
     need, shape = NEED, AttentionShape(b=3, n=4, g=4, s=16, d=8, e=8, options={"window": 5})
@@ -232,11 +234,12 @@ def test_a_kernel_of_a_package_whose_results_are_wrong_does_not_serve(monkeypatc
     monkeypatch.setattr(kernels_module, "ATTENTION", own)
     plain = configure("--num-query-groups 8")
     assert kernels_module.choose_attention(plain, GPU, NEED).name == "right"
+    assert "note: attention 'flash_attn_4' is left out: it gives other results than torch's" in capsys.readouterr().out
     monkeypatch.setattr(kernels_module, "ATTENTION", own[:-1])
     assert kernels_module.choose_attention(plain, GPU, NEED).name == "flash"
     asked = configure("--num-query-groups 8 --attention-backend flash_attn_4")
     with pytest.raises(
-        ConfigError, match=r"'flash_attn_4' gives other results than torch's.*-attn-4 and.*backend auto"
+        ConfigError, match=r"'flash_attn_4' gives other results than torch's.*-attn-4 and.*backend auto$"
     ):
         kernels_module.choose_attention(asked, GPU, NEED)
 
@@ -292,8 +295,10 @@ def test_a_kernel_that_refuses_the_shape_is_left_out_or_refused_in_words(
     entry = make_refusing(error, in_backward=in_backward, is_timed=is_timed)
     monkeypatch.setattr(kernels_module, "ATTENTION", (*kernels_module.ATTENTION, entry))
     assert kernels_module.choose_attention(configure(""), GPU, NEED).name == "sdpa"
-    assert ("flash_attn_4 -)" in capsys.readouterr().out) == is_timed
-    said = (str(error).splitlines() or ["no reason given"])[0]
+    said, told = (str(error).splitlines() or ["no reason given"])[0], capsys.readouterr().out
+    assert ("flash_attn_4 -)" in told) == is_timed
+    assert ("'flash_attn_4' is left out: it refuses b 3, heads 8/2, s 16, d 8 on this GPU" in told) == is_timed
+    assert (f"memory for it: {said}\n" in told) == is_timed
     for flag in ("", "--no-attention-timing"):
         with pytest.raises(
             ConfigError,
@@ -324,7 +329,7 @@ def test_heads_that_ranks_exchange_are_compared_at_their_shape(monkeypatch: pyte
     wrong = Entry(name="flash_attn_4", function=attend, package="flash-attn-4", is_timed=False)
     monkeypatch.setattr(kernels_module, "ATTENTION", (*kernels_module.ATTENTION, wrong))
     flags = "--attention-backend flash_attn_4 --context-parallel-size 2 --cp-comm-type"
-    with pytest.raises(ConfigError, match="gives other results than torch's on this GPU at b 3, heads 4/1, s 16"):
+    with pytest.raises(ConfigError, match=r"gives other results than torch's on this GPU, by .* at b 3, heads 4/1"):
         kernels_module.choose_attention(configure(f"{flags} a2a", 2), GPU, NEED)
     assert shapes == [(3, 4, 16, 1), (1, 4, 16, 1)]
     assert kernels_module.choose_attention(configure(f"{flags} p2p", 2), GPU, NEED).name == "flash_attn_4"

@@ -15,6 +15,7 @@ from megaflow_trainer.ops.attention import ATTENTION
 from megaflow_trainer.ops.attention_timing import (
     LARGEST_ERROR,
     AttentionShape,
+    Choice,
     choose_by_time,
     find_error,
     find_refusal,
@@ -47,54 +48,53 @@ def choose_attention(config: TrainConfig, mesh: Mesh, need: Need) -> Entry:
     shape = find_attention_shape(config)
     if model.attention != "auto":
         if usual.package is not None or (model.is_attention_timed and usual.is_timed):
-            do_on_first(lambda: refuse_attention(usual, shape, need), mesh.world_group)
+            fault = do_on_first(lambda: find_fault(usual, shape, need), mesh.world_group)
+            if fault is not None:
+                raise ConfigError(f"attention {usual.name!r} {fault}; use --attention-backend auto")
         return usual
     if not model.is_attention_timed or cp > 1:
         return usual
-    choice = do_on_first(
-        lambda: choose_by_time(ATTENTION, need, lambda entry: time_if_right(entry, shape, need)), mesh.world_group
-    )
+    choice, faults = do_on_first(lambda: race(shape, need), mesh.world_group)
+    for name, fault in faults.items():
+        say(mesh, f" note: attention {name!r} is left out: it {fault}")
     if choice is None:
         return usual
     say(mesh, f" attention at {shape}: {choice}")
     return choose("attention", ATTENTION, choice.name, need)
 
 
-def refuse_attention(entry: Entry, shape: AttentionShape, need: Need) -> None:
-    """Refuse a kernel that was asked for and does not compute a shape, or not as torch does.
+def race(shape: AttentionShape, need: Need) -> tuple[Choice | None, dict[str, str]]:
+    """The fastest entry at a shape, and what is wrong with those of packages that could serve and may not."""
+    faults: dict[str, str] = {}
 
-    Raises:
-        ConfigError: with what it says, or how far it is off.
-    """
+    def measure(entry: Entry) -> float | None:
+        fault = None if entry.package is None else find_fault(entry, shape, need)
+        if fault is not None:
+            faults[entry.name] = fault
+            return None
+        return time_attention(entry, shape, need)
+
+    return choose_by_time(ATTENTION, need, measure), faults
+
+
+def find_fault(entry: Entry, shape: AttentionShape, need: Need) -> str | None:
+    """Why a kernel does not serve a shape, or None: it refuses, or gives other results than torch."""
     reason = find_refusal(entry, shape, need)
     if reason is not None:
-        raise ConfigError(
-            f"attention {entry.name!r} refuses {shape} on this GPU, or has not enough memory for it: {reason}; use "
-            "--attention-backend auto"
-        )
-    if entry.package is None:
-        return
-    error = measure_error(entry, shape, need)
-    if error is None or not error <= LARGEST_ERROR:
-        found = "none" if error is None else f"{error:.2g} of the largest value off"
-        raise ConfigError(
-            f"attention {entry.name!r} gives other results than torch's on this GPU at {shape}, {found}: releases of "
-            f"{entry.package} and of what it uses do not fit together; use --attention-backend auto, or install others"
-        )
+        return f"refuses {shape} on this GPU, or has not enough memory for it: {reason}"
+    error = None if entry.package is None else measure_error(entry, shape, need)
+    if entry.package is None or (error is not None and error <= LARGEST_ERROR):
+        return None
+    far = "" if error is None else f", by {error:.2g} of the largest value"
+    return (
+        f"gives other results than torch's on this GPU{far} at {shape}: releases of {entry.package} and of what it "
+        "uses do not fit together, install others"
+    )
 
 
 def measure_error(entry: Entry, shape: AttentionShape, need: Need) -> float | None:
     """How far an entry's results are from those of torch's kernels, without dropout; None if it refuses the shape."""
     return find_error(entry, ATTENTION[0], dataclasses.replace(shape, dropout=0.0), need)
-
-
-def time_if_right(entry: Entry, shape: AttentionShape, need: Need) -> float | None:
-    """Milliseconds of an entry; None if it fails, or is of a package and gives other results than torch's."""
-    if entry.package is not None:
-        error = measure_error(entry, shape, need)
-        if error is None or not error <= LARGEST_ERROR:
-            return None
-    return time_attention(entry, shape, need)
 
 
 def find_attention_shape(config: TrainConfig) -> AttentionShape:
