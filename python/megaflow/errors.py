@@ -11,6 +11,13 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
+def tell_break(error: BaseException) -> str:
+    """What is said behind the name of a package that could not be imported: nothing if it is missing."""
+    if isinstance(error, ModuleNotFoundError):
+        return ""
+    return f", which is there and does not load ({type(error).__name__}: {first_line(error)})"
+
+
 class MegaflowError(Exception):
     """Base of all errors that a user, a file or a cluster can cause."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megaflow.counting import boundaries_between, tokens_before
-from megaflow.errors import ConfigError, DataFormatError, FileAccessError
+from megaflow.errors import ConfigError, DataFormatError, FileAccessError, tell_break
 from megaflow.indexed import IndexedDataset
 from megaflow.merging import BytesProgress, StrPath
 from megaflow.provenance import tokenizer_for
@@ -168,8 +168,9 @@ def _write_parquet(
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
-    except ImportError:
-        raise ConfigError("--to parquet needs pyarrow: pip install pyarrow, or take --to jsonl") from None
+    except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
+        found = f"--to parquet needs pyarrow{tell_break(error)}"
+        raise ConfigError(f"{found}: pip install pyarrow, or take --to jsonl") from None
     value = pa.large_string() if content == "text" else pa.list_(pa.int64())
     schema = pa.schema([(content, pa.list_(value) if is_nested else value)])
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:

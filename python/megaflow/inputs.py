@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from megaflow import _core
-from megaflow.errors import ConfigError, FileAccessError, MissingFileError
+from megaflow.errors import ConfigError, FileAccessError, MissingFileError, tell_break
 
 
 @runtime_checkable
@@ -130,8 +130,9 @@ def expand_url(url: str) -> list[str]:
 def _filesystem(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
-    except ImportError:
-        raise ConfigError(f"{url}: reading URLs needs the package fsspec: pip install 'megaflow[remote]'") from None
+    except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
+        found = f"{url}: reading URLs needs the package fsspec{tell_break(error)}"
+        raise ConfigError(f"{found}: pip install 'megaflow[remote]'") from None
     filesystem, path = url_to_fs(url)
     return filesystem, str(path)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaflow.errors import ConfigError, MegaflowError, OutputBusyError, first_line
+from megaflow.errors import ConfigError, MegaflowError, OutputBusyError, first_line, tell_break
 from megaflow.inputs import CoreInput, Input, plan_shards, resolve_inputs
 from megaflow.merging import merge_pairs, sum_reports
 from megaflow.preprocessing import PreprocessOptions, PreprocessReport, check_tokenizer, default_prefix
@@ -61,8 +61,9 @@ def preprocess_on_ray(
     """
     try:
         import ray
-    except ImportError:
-        raise ConfigError("--executor ray needs the package ray: pip install 'megaflow[ray]'") from None
+    except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
+        found = f"--executor ray needs the package ray{tell_break(error)}"
+        raise ConfigError(f"{found}: pip install 'megaflow[ray]'") from None
     check_tokenizer(options, tokenizer)
     start_s = time.perf_counter()
     notes: list[str] = []

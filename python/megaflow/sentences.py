@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from megaflow.errors import ConfigError
+from megaflow.errors import ConfigError, tell_break
 
 if TYPE_CHECKING:
     from megaflow.preprocessing import PreprocessOptions
@@ -36,8 +36,9 @@ def load_punkt(language: str, *, keep_newlines: bool) -> Callable[[str], list[st
     """
     try:
         from nltk.tokenize import punkt
-    except ImportError:
-        raise ConfigError("--split-sentences needs the package nltk: pip install 'megaflow[sentences]'") from None
+    except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
+        found = f"--split-sentences needs the package nltk{tell_break(error)}"
+        raise ConfigError(f"{found}: pip install 'megaflow[sentences]'") from None
     try:
         model = punkt.PunktTokenizer(language)
     except (LookupError, ValueError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaflow import _core
-from megaflow.errors import ConfigError, MissingFileError, TokenizerError
+from megaflow.errors import ConfigError, MissingFileError, TokenizerError, tell_break
 
 if TYPE_CHECKING:
     import numpy as np
@@ -65,10 +65,9 @@ class Tokenizer:
         """
         try:
             from huggingface_hub import snapshot_download
-        except ImportError:
-            raise ConfigError(
-                f"{name}: tokenizers are fetched by name with the package huggingface_hub: pip install huggingface_hub"
-            ) from None
+        except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
+            found = f"{name}: tokenizers are fetched by name with the package huggingface_hub{tell_break(error)}"
+            raise ConfigError(f"{found}: pip install huggingface_hub") from None
         wanted = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"]
         wanted += ["tekken.json", "*.tiktoken", "tiktoken.model", "tiktoken_config.json"]
         try:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaflow.errors import ConfigError, FileAccessError
+from megaflow.errors import ConfigError, FileAccessError, tell_break
 from megaflow_trainer.config.fields import to_dict
 from megaflow_trainer.config.sections import TrainConfig
 
@@ -56,10 +56,9 @@ class TensorBoard:
     def __init__(self, folder: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter  # only if chosen
-        except ImportError:
-            raise ConfigError(
-                "--tensorboard-dir needs the package tensorboard: `pip install tensorboard`, or drop the flag"
-            ) from None
+        except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
+            found = f"--tensorboard-dir needs the package tensorboard{tell_break(error)}"
+            raise ConfigError(f"{found}: `pip install tensorboard`, or drop the flag") from None
         try:
             self.writer = SummaryWriter(str(folder))
         except OSError as error:
@@ -86,10 +85,9 @@ class Wandb:
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         try:
             wandb = importlib.import_module("wandb")  # only if chosen
-        except ImportError:
-            raise ConfigError(
-                "--wandb-project needs the package wandb: `pip install wandb`, or drop the flag"
-            ) from None
+        except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
+            found = f"--wandb-project needs the package wandb{tell_break(error)}"
+            raise ConfigError(f"{found}: `pip install wandb`, or drop the flag") from None
         self.run = wandb.init(
             project=config.log.wandb_project,
             entity=config.log.wandb_entity,
