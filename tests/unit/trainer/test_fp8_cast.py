@@ -6,8 +6,6 @@ On a GPU it is in test_fp8_gpu.py.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import re
 import subprocess
 import sys
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from helpers.fp8_rounding import DTYPES, is_same
+from helpers.interpreting import interpret
 from megaflow_trainer.ops import fp8_cast
 from megaflow_trainer.ops.fp8_cast import (
     E4M3,
@@ -175,14 +174,8 @@ def test_a_corrected_product_is_the_rounded_quotient(bits: int) -> None:
 
 @needs_triton
 def test_the_kernel_is_plain_torch_in_the_interpreter(tmp_path: Path) -> None:
-    """In a process of its own, because the interpreter is chosen when triton is imported."""
-    script = Path(__file__).parents[2] / "helpers" / "fp8_rounding.py"
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "found.json")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    path = tmp_path / "found.json"
+    found = interpret("fp8_rounding.py", path, str(path))
     assert found["num_cases"] == 108
     assert found["differ"] == {"plain": [], "turned": [], "largest": [], "sums": [], "alone": []}
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from helpers.fused_adam import CASES, make
+from helpers.interpreting import interpret
 from helpers.pairs import write_pair
 from megaflow_trainer.optim import fused as fused_module
 
@@ -34,16 +30,9 @@ ROUNDING = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process of its own found, because the interpreter is chosen when triton is imported."""
+    """What the kernel gives, by case."""
     folder = tmp_path_factory.mktemp("fused")
-    script = Path(__file__).parents[2] / "helpers" / "fused_adam.py"
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(folder), write_pair(folder / "toy")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    values: dict[str, Any] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
-    return values
+    return interpret("fused_adam.py", folder / "found.json", str(folder), write_pair(folder / "toy"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helpers.interpreting import interpret
 from helpers.score_rows import DTYPES, KINDS, SHAPES
 from megaflow_trainer.ops import scores as scores_module
 from megaflow_trainer.ops.scores import prefer_kernel, score_chunk
@@ -39,14 +37,8 @@ def test_plain_torch_is_the_gradient_of_the_weighted_sum() -> None:
 
 @needs_triton
 def test_the_kernel_is_plain_torch_in_the_interpreter(tmp_path: Path) -> None:
-    """In a process of its own, because the interpreter is chosen when triton is imported."""
-    script = Path(__file__).parents[2] / "helpers" / "score_rows.py"
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "found.json")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    path = tmp_path / "found.json"
+    found = interpret("score_rows.py", path, str(path))
     assert len(found) == len(DTYPES) * len(SHAPES) * len(KINDS) * 2 * 2
     for name, difference in found.items():
         assert difference <= (1e-6 if name.endswith("losses") else 1.1), name

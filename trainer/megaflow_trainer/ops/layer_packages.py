@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megaflow_trainer.ops.linear import Product
+from megaflow_trainer.ops.linear import Product, multiply, multiply_back
 from megaflow_trainer.ops.packages import APEX, ENGINE, LIGER, TORCHAO, Package
 
 _ENGINE_LINEAR = "transformer_engine.pytorch.Linear"
@@ -133,16 +133,11 @@ def _(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
 class _AddingByApex(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.main_grad, ctx.has_bias = main_grad, bias is not None
-        return F.linear(x, weight, bias)
+        return multiply(ctx, x, weight, bias, main_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
-        add_product_apex_(ctx.main_grad, flat, x.reshape(-1, x.shape[-1]))
-        return (flat @ weight).view(x.shape), None, flat.sum(0) if ctx.has_bias else None, None
+        return multiply_back(ctx, grad, add_product_apex_)
 
 
 class ApexProduct(Product):

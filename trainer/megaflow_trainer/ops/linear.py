@@ -62,16 +62,28 @@ def _(main_grad: Tensor, grad: Tensor, x: Tensor) -> None:
     return None
 
 
+def multiply(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor:
+    """Forward of a product whose weight gradient is added to `main_grad`."""
+    ctx.save_for_backward(x, weight)
+    ctx.main_grad, ctx.has_bias = main_grad, bias is not None
+    return F.linear(x, weight, bias)
+
+
+def multiply_back(
+    ctx: Any, grad: Tensor, add: Callable[[Tensor, Tensor, Tensor], None]
+) -> tuple[Tensor, None, Tensor | None, None]:
+    """Backward of `multiply`, by an op with the arguments of `add_product_`."""
+    x, weight = ctx.saved_tensors
+    flat = grad.reshape(-1, grad.shape[-1])  # for both products: of two shapes the compiler writes two copies
+    add(ctx.main_grad, flat, x.reshape(-1, x.shape[-1]))
+    return (flat @ weight).view(x.shape), None, flat.sum(0) if ctx.has_bias else None, None
+
+
 class _Accumulating(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.main_grad, ctx.has_bias = main_grad, bias is not None
-        return F.linear(x, weight, bias)
+        return multiply(ctx, x, weight, bias, main_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])  # for both products: of two shapes the compiler writes two copies
-        add_product_(ctx.main_grad, flat, x.reshape(-1, x.shape[-1]))
-        return (flat @ weight).view(x.shape), None, flat.sum(0) if ctx.has_bias else None, None
+        return multiply_back(ctx, grad, add_product_)
