@@ -258,7 +258,7 @@ def main() -> None:
     rows = list(list_rows(results))
     peak = PEAKS["H200"] / 1e12
     print("\n".join([*list_machines(results), ""]))
-    print(f"MFU: over {peak:.0f} TFLOP/s, the dense peak of an H200 in bf16, in fp8 too; sides as megaflow / rival.\n")
+    print(f"MFU: over {peak:.0f} TFLOP/s, Hopper's dense peak in bf16, in fp8 too; sides as megaflow / rival.\n")
     print("\n".join([f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|", *rows]))
     if any(" * |" in row for row in rows):
         print("\n* the two sides ran in different commands")

@@ -419,7 +419,7 @@ def main() -> None:
     try:
         measure(sizes, options)
     except torch.OutOfMemoryError as lack:
-        sys.exit(f"error: out of memory: {str(lack).splitlines()[0]}")
+        sys.exit(f"error: out of memory: {next(iter(str(lack).splitlines()), 'no reason given')}")
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
 

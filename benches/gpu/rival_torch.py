@@ -154,7 +154,7 @@ def main() -> None:
     try:
         seconds = time_steps(step, options.steps)
     except torch.OutOfMemoryError as lack:
-        sys.exit(f"error: out of memory: {str(lack).splitlines()[0]}")
+        sys.exit(f"error: out of memory: {next(iter(str(lack).splitlines()), 'no reason given')}")
     facts = {"row": options.row, "side": "torch", **record_rival(options, sizes, 1)}
     kernels = profile_step(step) if options.kernels and device.type == "cuda" else []
     tokens = sizes.global_batch_size * sizes.seq_length

@@ -11,9 +11,9 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
-def tell_break(error: BaseException) -> str:
-    """What is said behind the name of a package that could not be imported: nothing if it is missing."""
-    if isinstance(error, ModuleNotFoundError):
+def tell_break(error: BaseException, package: str) -> str:
+    """What is said behind the name of a package that could not be imported: nothing if it is missing itself."""
+    if isinstance(error, ModuleNotFoundError) and (error.name or package).split(".")[0] == package.split(".")[0]:
         return ""
     return f", which is there and does not load ({type(error).__name__}: {first_line(error)})"
 

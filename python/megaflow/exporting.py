@@ -169,7 +169,7 @@ def _write_parquet(
         import pyarrow as pa
         import pyarrow.parquet as pq
     except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
-        found = f"--to parquet needs pyarrow{tell_break(error)}"
+        found = f"--to parquet needs pyarrow{tell_break(error, 'pyarrow')}"
         raise ConfigError(f"{found}: pip install pyarrow, or take --to jsonl") from None
     value = pa.large_string() if content == "text" else pa.list_(pa.int64())
     schema = pa.schema([(content, pa.list_(value) if is_nested else value)])

@@ -131,7 +131,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
-        found = f"{url}: reading URLs needs the package fsspec{tell_break(error)}"
+        found = f"{url}: reading URLs needs the package fsspec{tell_break(error, 'fsspec')}"
         raise ConfigError(f"{found}: pip install 'megaflow[remote]'") from None
     filesystem, path = url_to_fs(url)
     return filesystem, str(path)

@@ -62,7 +62,7 @@ def preprocess_on_ray(
     try:
         import ray
     except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
-        found = f"--executor ray needs the package ray{tell_break(error)}"
+        found = f"--executor ray needs the package ray{tell_break(error, 'ray')}"
         raise ConfigError(f"{found}: pip install 'megaflow[ray]'") from None
     check_tokenizer(options, tokenizer)
     start_s = time.perf_counter()

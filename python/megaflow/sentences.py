@@ -37,7 +37,7 @@ def load_punkt(language: str, *, keep_newlines: bool) -> Callable[[str], list[st
     try:
         from nltk.tokenize import punkt
     except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
-        found = f"--split-sentences needs the package nltk{tell_break(error)}"
+        found = f"--split-sentences needs the package nltk{tell_break(error, 'nltk')}"
         raise ConfigError(f"{found}: pip install 'megaflow[sentences]'") from None
     try:
         model = punkt.PunktTokenizer(language)

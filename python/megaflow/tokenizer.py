@@ -66,7 +66,8 @@ class Tokenizer:
         try:
             from huggingface_hub import snapshot_download
         except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
-            found = f"{name}: tokenizers are fetched by name with the package huggingface_hub{tell_break(error)}"
+            broken = tell_break(error, "huggingface_hub")
+            found = f"{name}: tokenizers are fetched by name with the package huggingface_hub{broken}"
             raise ConfigError(f"{found}: pip install huggingface_hub") from None
         wanted = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"]
         wanted += ["tekken.json", "*.tiktoken", "tiktoken.model", "tiktoken_config.json"]

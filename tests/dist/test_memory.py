@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from helpers.layouts import find_mesh
 from helpers.ranks import RankPool
 from helpers.saved import count_saved_bytes
-from megaflow_trainer.config import TrainConfig, read_command
+from megaflow_trainer.config import TrainConfig, activations, read_command
 from megaflow_trainer.config.activations import CPU, count_activation_bytes
 from megaflow_trainer.config.cost_table import ITEM_BYTES
 from megaflow_trainer.config.layout import make_layout
@@ -22,6 +23,7 @@ from megaflow_trainer.config.shares import (
     find_share,
     list_held_blocks,
 )
+from megaflow_trainer.parallel import precision
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.pipeline import MicroBatch, Stage
 from megaflow_trainer.training.build import build_model, build_optimizer
@@ -89,10 +91,20 @@ def compare_kept(pool: Mesh, kind: str, flags: str) -> tuple[int, int]:
         seq_len=LENGTH,
         micro_batch_size=MICRO,
         item_bytes=ITEM_BYTES[config.step.dtype],
-        kernels=CPU,
+        kernels=dataclasses.replace(CPU, has_fp8=config.step.fp8 != "none", input_copies=2),
         share=own_share(config, mesh),
     )
     return found, counted.kept
+
+
+def compare_kept_in_fp8(pool: Mesh, kind: str, flags: str) -> tuple[int, int]:
+    """The same where all linear layers of blocks have products in fp8."""
+    keep = precision.FP8_WIDTH
+    precision.FP8_WIDTH = activations.FP8_WIDTH = 32
+    try:
+        return compare_kept(pool, kind, f"{flags} --bf16 --fp8-hybrid")
+    finally:
+        precision.FP8_WIDTH = activations.FP8_WIDTH = keep
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,6 +121,14 @@ def compare_kept(pool: Mesh, kind: str, flags: str) -> tuple[int, int]:
 )
 def test_tensor_parallel_ranks_keep_the_counted_bytes(two_ranks: RankPool, kind: str, layout: str) -> None:
     for found, counted in two_ranks.run(compare_kept, kind, layout):
+        assert counted == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.parametrize("layout", [TP2, f"{TP2} {SP}"], ids=["tp", "sp"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_tensor_parallel_ranks_in_fp8_keep_the_counted_bytes(two_ranks: RankPool, kind: str, layout: str) -> None:
+    """Of gathered tokens each rank keeps all, in 8 bits, and does not gather them again."""
+    for found, counted in two_ranks.run(compare_kept_in_fp8, kind, layout):
         assert counted == pytest.approx(found, rel=0.02)
 
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from helpers.runs import one_rank
+from helpers.runs import TINY, one_rank
 from helpers.saved import count_saved_bytes
-from megaflow_trainer.config import read_command
+from megaflow_trainer.config import activations, read_command
 from megaflow_trainer.config.activations import CPU, GPU, count_activation_bytes
 from megaflow_trainer.config.arithmetic import count_state_bytes
+from megaflow_trainer.config.compiling import find_kernels
 from megaflow_trainer.config.memory import describe_memory, estimate_memory
 from megaflow_trainer.config.presets import PRESETS
-from megaflow_trainer.config.sections import ModelConfig, RecomputeConfig
+from megaflow_trainer.config.sections import ModelConfig, PrecisionConfig, RecomputeConfig
 from megaflow_trainer.model.gpt import build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import attend_math, attend_sdpa
+from megaflow_trainer.parallel import precision
 from megaflow_trainer.parallel.apply import ParallelModel, Plan, parallelize
 
 TOLERANCE = 0.02
@@ -117,6 +120,58 @@ def test_kept_bytes_by_formula_are_those_of_the_real_model(name: str, dtype: tor
             kernels=CPU,
         )
         assert counted.kept == pytest.approx(found, rel=TOLERANCE), title
+
+
+FP8_SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": LLAMA,
+    "nemotron": SHAPES["nemotron"],
+    "narrow_queries": {"num_heads": 2, "head_dim": 8},  # of the attention none is large enough: 16 and 48 wide
+    "experts": SHAPES["experts_shared"],
+}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("name", FP8_SHAPES)
+def test_kept_bytes_in_fp8_are_those_of_the_real_model(name: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that are 64 wide both ways have products in fp8; those that are not keep their inputs in bf16."""
+    monkeypatch.setattr(precision, "FP8_WIDTH", 64)
+    monkeypatch.setattr(activations, "FP8_WIDTH", 64)
+    config = ModelConfig(**(SMALL | FP8_SHAPES[name]))
+    model = build_gpt(config, Sockets(attention=attend_sdpa), device=torch.device("cpu"), dtype=torch.bfloat16)
+    init_weights(model, config, seed=1)
+    plan = Plan(fp8="hybrid", precision=PrecisionConfig(recipe=recipe))
+    found = measure(parallelize(model, one_rank(), plan), LENGTH, BATCH)
+    sizes: dict[str, Any] = {"seq_len": LENGTH, "micro_batch_size": BATCH, "item_bytes": 2}
+    kernels = dataclasses.replace(CPU, has_fp8=True, input_copies=2)
+    counted = count_activation_bytes(config, RecomputeConfig(), [], kernels=kernels, **sizes)
+    assert counted.kept == pytest.approx(found, rel=TOLERANCE)
+    assert counted.kept <= count_activation_bytes(config, RecomputeConfig(), [], kernels=CPU, **sizes).kept
+
+
+def test_what_a_run_on_a_gpu_keeps_follows_from_its_flags() -> None:
+    def find(flags: str) -> tuple[bool, bool, bool, int]:
+        words = [*TINY, "--train-iters", "1", "--data-path", "x", "--bf16", *flags.split()]
+        found = find_kernels(read_command(words, world_size=2)[0])
+        return found.is_compiled, found.has_chunked_loss, found.has_fp8, found.input_copies
+
+    assert find("") == (True, True, False, 1)
+    assert find("--no-compile") == (False, False, False, 2)
+    assert find("--zero-stage 1")[:2] == (True, True)
+    assert find("--zero-stage 2")[:2] == (True, False)
+    assert find("--zero-stage 3")[:2] == (False, False)
+    assert find("--no-gradient-accumulation-fusion")[:2] == (True, False)
+    assert find("--loss-kernel liger")[:2] == (True, False)
+    assert find("--pipeline-model-parallel-size 2")[:2] == (True, False)
+    uniform = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+    assert [find(f"{uniform} {length}")[1] for length in (1, 2)] == [True, False]
+    assert find("--fp8-hybrid") == (True, True, True, 1)
+    assert find("--fp8-hybrid --fp8-recipe delayed") == (True, True, True, 2)
+    assert not find("--fp8-format e4m3 --fp8-recipe rowwise")[2]
+    assert not find("--fp8-hybrid --fp8-kernel torchao")[2]
+    assert not find("--fp8-hybrid --transformer-impl transformer_engine")[2]
+    ends = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 0"
+    assert not find(f"--fp8-hybrid {ends}")[2], "counted as bf16: more than it needs"
 
 
 @pytest.mark.parametrize("name", [name for name, shape in PRESETS.items() if "num_experts" not in shape])

@@ -105,11 +105,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("error", REFUSALS, ids=repr)
-def test_a_kernel_that_raises_has_no_time_and_no_error(error: Exception, in_backward: bool) -> None:
+def test_a_kernel_that_raises_has_no_time_and_no_results(error: Exception, in_backward: bool) -> None:
     assert time_attention(Entry(name="good", function=attend_sdpa), SHAPE, NEED) == 1.0
     entry = make_refusing(error, in_backward=in_backward)
     assert time_attention(entry, SHAPE, NEED) is None
-    assert find_error(entry, ATTENTION[0], SHAPE, NEED) is None
+    assert find_error(entry, ATTENTION[0], SHAPE, NEED) == math.inf
+    assert find_error(ATTENTION[0], entry, SHAPE, NEED) is None, "nothing to compare with"
     assert find_refusal(entry, SHAPE, NEED) == (str(error).splitlines() or ["no reason given"])[0]
 
 

@@ -27,7 +27,7 @@ def test_the_first_line_of_an_error_that_says_nothing() -> None:
 
 def test_no_first_line_is_taken_of_what_may_be_empty() -> None:
     """`"".splitlines()[0]` raises: where a message is read, `first_line` is, or the list has something behind an or."""
-    bare = re.compile(r"(error|stderr|stdout)\b[\w.()]*\.splitlines\(\)\[")
+    bare = re.compile(r"((error|stderr|stdout)\b|str\(\w+\))[\w.()]*\.splitlines\(\)\[")
     found = [
         f"{path.relative_to(ROOT)}:{number}"
         for folder in ("trainer", "python", "tools", "benches")
@@ -37,6 +37,7 @@ def test_no_first_line_is_taken_of_what_may_be_empty() -> None:
     ]
     assert found == []
     assert bare.search("str(error).splitlines()[0]")
+    assert bare.search("str(lack).splitlines()[0]")
     assert bare.search("done.stderr.strip().splitlines()[-1]")
 
 
@@ -56,7 +57,11 @@ DOORS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 """What imports an optional package: the package, how to get there, and the remedy."""
 
 
-@pytest.mark.parametrize("error", [AttributeError("no PyCapsule\nmore"), OSError(), SystemExit(3)], ids=repr)
+DEEP = ModuleNotFoundError("No module named 'deep'", name="deep")
+"""Of an installed package that lacks one of its own."""
+
+
+@pytest.mark.parametrize("error", [AttributeError("no PyCapsule\nmore"), OSError(), SystemExit(3), DEEP], ids=repr)
 @pytest.mark.parametrize("door", DOORS)
 def test_an_optional_package_that_breaks_is_one_sentence(
     door: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

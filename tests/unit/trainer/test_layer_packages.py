@@ -322,6 +322,10 @@ def test_a_part_that_cannot_be_had_is_refused_before_data_are_opened(
                 ("--exp-avg-sq-dtype fp16", "optim.exp_avg_sq_dtype .* fp16"),
             )
         ),
+        (
+            ["--fp16", "--main-grads-dtype", "bf16", "--wgrad-kernel", "apex"],
+            "optim.main_grad_dtype .* bf16 is neither fp32 nor step.dtype fp16",
+        ),
         (["--wgrad-kernel", "apex"], r"in the products of linear layers, and in step.dtype fp32 grad"),
         *(
             (["--bf16", "--wgrad-kernel", "apex", *given.split()], rf"kernels.sums .* apex adds .*, and {words}")

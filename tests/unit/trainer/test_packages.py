@@ -32,6 +32,7 @@ CPU, H200 = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def nothing_loaded() -> Iterator[None]:
     packages._load.cache_clear()
+    attention_packages._MET.clear()
     yield
     packages._load.cache_clear()
 

@@ -13,11 +13,11 @@ bytes and FLOPs are per token.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from megaflow_trainer.config.arithmetic import count_seen
+from megaflow_trainer.config.precision_section import FP8_MULTIPLE, FP8_WIDTH
 from megaflow_trainer.config.sections import ModelConfig, RecomputeConfig
 from megaflow_trainer.config.shares import Share, count_vocabulary_rows, hold_all, list_kinds, narrow
 
@@ -40,8 +40,10 @@ class Kernels:
     """Whether blocks are compiled: what is cheap is computed again, and attention's result has one layout."""
     has_chunked_loss: bool = False
     """Whether scores of the vocabulary exist for a chunk of tokens at a time (`ops/accumulate.py`)."""
-    product_bytes: int | None = None
-    """Bytes of an element of what products keep of their inputs; None for those of an activation. 1 in fp8."""
+    has_fp8: bool = False
+    """Whether products of the linear layers that are large enough keep their inputs in 8 bits."""
+    input_copies: int = 1
+    """How many copies layers keep that take the same input in fp8: compilers join those that change nothing else."""
 
 
 GPU = Kernels(is_norm_fused=True)
@@ -109,9 +111,12 @@ def describe_attention(
     has_copy = not is_sliced or model.window is not None
     copies = 2 if has_copy and not kernels.is_compiled else 1
     core = float(a * n * v * copies + 4 * n)
-    if kernels.product_bytes is not None:  # its kernel and the product's input, which is narrower, keep one each
-        core = float(a * n * v + kernels.product_bytes * n * v + 4 * n)
+    if _takes_fp8(kernels, n * v, h):  # its kernel and the product's input, which is narrower, keep one each
+        core = float((a + 1) * n * v + 4 * n)
     between, entered = (1.0, 1.0) if share is None else (share.between, share.entered)
+    normed = a * h * (between if model.is_latent else entered)
+    if not model.is_latent and _takes_fp8(kernels, h, (n + 2 * model.kv_heads) * model.head_width):
+        normed = float(h)  # of all tokens: gathered ones are not gathered again
     if share is not None and share.cp > 1:
         before, core = inner, _keep_shared(model, share, a, qk, v) + 2 * a * n * v + 4 * n
         if share.cp_kind == "all_gather":  # masks of its two pieces, one for all samples
@@ -126,7 +131,7 @@ def describe_attention(
         core=core,
         before_flops=before_flops,
         core_flops=2.0 * seen * n * (qk + v),
-        **_describe_frame(model, a, kernels, between, entered=between if model.is_latent else entered),
+        **_describe_frame(model, a, kernels, between, normed=normed),
     )
 
 
@@ -184,15 +189,37 @@ def describe_mlp(model: ModelConfig, *, item_bytes: int, kernels: Kernels, share
     a, h, f = item_bytes, model.hidden_dim, model.ffn_width
     num_up = 2 if model.activation == "swiglu" else 1
     num_kept = _count_kept_inside(model, kernels) - 1  # and the last product's input
+    normed = a * h * entered
+    if _takes_fp8(kernels, h, f):
+        normed = float(h * (kernels.input_copies if num_up == 2 else 1))  # of all tokens
     return Half(
         parts=("mlp_activation", "mlp", "mlp_norm"),
         before=0.0,
         core_input=a * f * num_up,
-        core=f * (a * num_kept + (kernels.product_bytes or a)),
+        core=f * (a * num_kept + _keep_input(kernels, a, f, h)),
         before_flops=2.0 * h * f * num_up,
         core_flops=float(_ELEMENTWISE * f),
-        **_describe_frame(model, a, kernels, between, entered=entered),
+        **_describe_frame(model, a, kernels, between, normed=normed),
     )
+
+
+def _takes_fp8(kernels: Kernels, *widths: int) -> bool:
+    """Whether the product of a linear layer of a rank, inputs and outputs of these widths, is in fp8."""
+    return kernels.has_fp8 and all(width >= FP8_WIDTH and width % FP8_MULTIPLE == 0 for width in widths)
+
+
+def _keep_input(kernels: Kernels, a: int, inputs: int, outputs: int) -> int:
+    """Bytes of an element that a product keeps of its input."""
+    return 1 if _takes_fp8(kernels, inputs, outputs) else a
+
+
+def count_fp8_flops(model: ModelConfig, kernels: Kernels, *, has_experts: bool) -> float:
+    """Forward FLOPs of one block a token in fp8 products; `model` is narrowed already. Experts have none."""
+    h, n, f, d = model.hidden_dim, model.num_heads, model.ffn_width, model.head_width
+    layers = [] if model.is_latent else [(h, (n + 2 * model.kv_heads) * d), (n * d, h)]
+    if not has_experts:
+        layers += [(h, f)] * (2 if model.activation == "swiglu" else 1) + [(f, h)]
+    return sum(2.0 * i * o for i, o in layers if _takes_fp8(kernels, i, o))
 
 
 def _count_kept_inside(model: ModelConfig, kernels: Kernels) -> int:
@@ -230,20 +257,18 @@ def describe_experts(model: ModelConfig, *, item_bytes: int, kernels: Kernels, s
         core=a * num_kept * inner + a * rows * h,
         before_flops=2.0 * h * (e / tp + num_up * inner),
         core_flops=_ELEMENTWISE * inner,
-        **_describe_frame(model, a, dataclasses.replace(kernels, product_bytes=None), between, entered=read / (a * h)),
+        **_describe_frame(model, a, kernels, between, normed=read),
     )
 
 
-def _describe_frame(
-    model: ModelConfig, a: int, kernels: Kernels, between: float, *, entered: float
-) -> dict[str, float]:
+def _describe_frame(model: ModelConfig, a: int, kernels: Kernels, between: float, *, normed: float) -> dict[str, float]:
     """What both halves have alike: the input, the norm, what the first matrices read, the dropout mask."""
     h = model.hidden_dim
     return {
         "input": a * h * between,
         "norm": _keep_norm(model, h, 1, a, kernels) * between,
         "entering": a * h * between,
-        "normed": (kernels.product_bytes or a) * h * entered,
+        "normed": normed,
         "mask": _keep_mask(model) * between,
         "norm_flops": float(_ELEMENTWISE * h) * between,
     }

@@ -31,12 +31,14 @@ def find_default_obstacle(config: TrainConfig) -> str | None:
 
 def find_kernels(config: TrainConfig) -> Kernels:
     """What the kernels of a run on a GPU keep, where torch's compiler can serve it and everything fits that is asked
-    for. Products in fp8 of packages, and those whose units are of rows, keep their inputs as they are.
+    for. Products in fp8 whose units are of rows keep their inputs as they are; those of packages, and those of a model
+    with blocks in 16 bits, are taken for such.
     """
     own, recompute, step = config.parallel, config.recompute, config.step
     is_compiled = find_default_obstacle(config) is None if step.is_compiled is None else step.is_compiled
     is_chained = recompute.method == "uniform" and (recompute.num_layers or 1) > 1
-    is_narrow = step.fp8 != "none" and config.kernels.fp8 == "native" and config.kernels.layers == "local"
+    is_native = config.kernels.fp8 == "native" and config.kernels.layers == "local"
+    has_fp8 = step.fp8 != "none" and is_native and config.precision.recipe != "rowwise"
     return dataclasses.replace(
         GPU,
         is_compiled=is_compiled,
@@ -47,7 +49,8 @@ def find_kernels(config: TrainConfig) -> Kernels:
         and own.pp == 1
         and not is_chained
         and config.kernels.loss == "native",
-        product_bytes=1 if is_narrow and config.precision.recipe != "rowwise" else None,
+        has_fp8=has_fp8 and not config.precision.keeps_ends,
+        input_copies=1 if is_compiled and config.precision.recipe == "tensorwise" else 2,
     )
 
 

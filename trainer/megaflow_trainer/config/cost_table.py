@@ -84,16 +84,11 @@ def plan_recompute(
 
 def count_block_flops(model: ModelConfig, *, seq_len: int, has_experts: bool = False) -> float:
     """Forward FLOPs of one block a token: matrices that it passes, and attention over what is seen."""
-    matrices = count_block_parameters(model, has_experts=has_experts, is_active=True)
-    return 2.0 * matrices + count_attention_flops(model, seq_len=seq_len)
-
-
-def count_attention_flops(model: ModelConfig, *, seq_len: int) -> float:
-    """Forward FLOPs of one block a token in attention over what is seen."""
     v = model.v_dim if model.is_latent else model.head_width
     qk = model.qk_dim + model.qk_rotary_dim if model.is_latent else model.head_width
     seen = count_seen(seq_len, min(seq_len, model.window or seq_len))
-    return 2.0 * seen * model.num_heads * (qk + v)
+    matrices = count_block_parameters(model, has_experts=has_experts, is_active=True)
+    return 2.0 * matrices + 2.0 * seen * model.num_heads * (qk + v)
 
 
 def choose_parts(config: TrainConfig) -> list[tuple[str, ...]]:

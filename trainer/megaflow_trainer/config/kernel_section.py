@@ -118,6 +118,10 @@ def _check_sums(config: TrainConfig) -> Iterator[str]:
         (own.layers == ENGINE, f"kernels.layers {ENGINE} adds them by itself"),
         (step.fp8 != "none", "step.fp8 has products of its own"),
         (step.dtype not in ("bf16", "fp16"), f"in step.dtype {step.dtype} gradients are as wide as their sums"),
+        (
+            config.optim.main_grad_dtype not in ("fp32", step.dtype),
+            f"optim.main_grad_dtype {config.optim.main_grad_dtype} is neither fp32 nor step.dtype {step.dtype}",
+        ),
         (not step.accumulates_in_products, "step.accumulates_in_products is off"),
         (parallel.zero > 1, f"parallel.zero {parallel.zero} does not keep whole sums"),
         (parallel.tp > 1, f"parallel.tp {parallel.tp} sends while it multiplies"),

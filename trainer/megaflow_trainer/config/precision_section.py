@@ -10,6 +10,8 @@ FP8_WIDTH = 1024
 """Inputs and outputs that a linear layer has at least for its products to be in fp8, on one rank. Rounding costs by
 tokens x (inputs + outputs), products gain by tokens x inputs x outputs: below this nothing is won on an H200."""
 
+FP8_MULTIPLE = 16
+"""What both have to be a multiple of."""
 MOST_MARGIN = 16
 """Powers of two that may be left free: e4m3 has 18 in all, so that beyond this nothing is left of a tensor."""
 

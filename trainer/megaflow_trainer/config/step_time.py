@@ -3,9 +3,9 @@
 Computing. Matrix products run at PRODUCT_RATE of the GPU's dense peak (those of blocks in fp8 at FP8_RATE), and
 everything else is bound by memory: it moves PASSES bytes, in compiled blocks COMPILED_PASSES, for each byte that a
 forward without recompute keeps. They were set on one H200 with this trainer, seven uncompiled runs from 124M to 16
-layers of Llama 7B, with and without recompute, and eight compiled ones from 124M to 6.7B, two in fp8, one with experts:
-the rate is that of a large product there, the others were fitted; predictions were within 12 % of each run, and 7 % of
-each compiled one (docs/planning.md).
+layers of Llama 7B, with and without recompute, and eight compiled ones from 124M to 6.7B, three of them in fp8: the
+rate is that of a large product there, the others were fitted; predictions were within 12 % of each run, and 6 % of each
+compiled one (docs/planning.md).
 
 Communication. Rates are LINK_RATE of what the makers state. Collectives of tensor, context and expert parallelism are
 counted as exposed, and experts as getting equally many tokens; gradients hide behind the last backward, and weights of
@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from megaflow_trainer.config.activations import (
     GPU,
     count_activation_bytes,
+    count_fp8_flops,
     describe_attention,
     describe_experts,
     describe_mlp,
 )
 from megaflow_trainer.config.arithmetic import count_flops_per_token, count_state_bytes
 from megaflow_trainer.config.compiling import find_kernels
-from megaflow_trainer.config.cost_table import ITEM_BYTES, choose_parts, count_attention_flops, count_block_flops
+from megaflow_trainer.config.cost_table import ITEM_BYTES, choose_parts, count_block_flops
 from megaflow_trainer.config.hardware import Gpu
 from megaflow_trainer.config.memory import find_layout
 from megaflow_trainer.config.sections import ParallelConfig, RecomputeConfig, TrainConfig
@@ -158,10 +159,9 @@ def _time_stage(config: TrainConfig, share: Share, gpu: Gpu, tokens: float) -> f
         kernels=kernels,
     )
     flops = 3 * sum(blocks) + _count_again(config, share, blocks)
-    attended = len(kinds) * count_attention_flops(local, seq_len=config.data.seq_len)
-    attended *= flops / sum(blocks) if blocks else 0
-    rate = FP8_RATE if kernels.product_bytes == 1 else PRODUCT_RATE
-    seconds = (flops - attended) / rate + attended / PRODUCT_RATE
+    in_fp8 = sum(count_fp8_flops(local, kernels, has_experts=kind) for kind in kinds)
+    in_fp8 *= flops / sum(blocks) if blocks else 0
+    seconds = (flops - in_fp8) / PRODUCT_RATE + in_fp8 / FP8_RATE
     if share.is_last:
         head = 6 * model.hidden_dim * count_vocabulary_rows(model, share.tp) * (1 + model.num_mtp_layers)
         seconds += head / PRODUCT_RATE

@@ -12,7 +12,7 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,21 +50,28 @@ def flash_4(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> tuple[T
     fp32 `[b, n, s]`. A token sees `left` earlier ones, or all if that is -1.
     """
     options = {"softmax_scale": scale, "causal": True, "window_size": _bounds(left), "return_lse": True}
-    with _refusing(FLASH_4):
+    with _refusing(FLASH_4, q, k, v):
         out, lse = FLASH_4.load(_FLASH_4)(q, k, v, **options)[:2]
     return out.contiguous(), lse.contiguous()
 
 
+_MET: set[object] = set()
+"""Calls of packages that have been made: a first one compiles, and may warn."""
+
+
 @contextmanager
-def _refusing(package: Package) -> Iterator[None]:
+def _refusing(package: Package, *tensors: Tensor) -> Iterator[None]:
     """Packages refuse shapes by assertions, ValueErrors or kinds of their own, torch's kernels by a RuntimeError: so do
     they here. One that is a RuntimeError already (out of memory) stays what it is. What they warn of, such as names
-    that their own parts are to give up, is not for who trains with them.
+    that their own parts are to give up, when they compile for a shape, is not for who trains with them.
     """
+    call = (package, *((x.shape, x.stride(), x.dtype) for x in tensors))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with nullcontext() if call in _MET else warnings.catch_warnings():  # which makes others be said again
+            if call not in _MET:
+                warnings.simplefilter("ignore")
             yield
+        _MET.add(call)
     except RuntimeError:
         raise
     except Exception as error:
@@ -85,7 +92,7 @@ def flash_4_backward(
     before, behind = _bounds(left)
     options = {"softmax_scale": scale, "causal": True, "window_size_left": before, "window_size_right": behind}
     made = {name: x.new_empty(x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}  # else they may lie as q does
-    with _refusing(FLASH_4):
+    with _refusing(FLASH_4, grad, q, k, v):
         FLASH_4.load(_FLASH_4_BACKWARD)(q, k, v, out, grad.contiguous(), lse, **options, **made)
     return made["dq"], made["dk"], made["dv"]
 
@@ -118,7 +125,7 @@ def attend_flash_2(
     left = -1 if window is None else window - 1
     parts = (part.transpose(1, 2) for part in (q, k, v))
     options = {"causal": True, "window_size": (left, -1 if left < 0 else 0)}
-    with _refusing(FLASH_2):
+    with _refusing(FLASH_2, q, k, v):
         out: Tensor = FLASH_2.load(_FLASH_2)(*parts, dropout_p=dropout, softmax_scale=scale, **options)
     return out.transpose(1, 2)
 
@@ -133,7 +140,7 @@ def attend_engine(
     assert dropout == 0, "refused with the configuration"
     parts = (part.transpose(1, 2).contiguous() for part in (q, k, v))
     reach = {} if window is None else {"window_size": (window - 1, 0)}
-    with _refusing(ENGINE):
+    with _refusing(ENGINE, q, k, v):
         core = _make_engine(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], scale)
         out: Tensor = core(*parts, qkv_format="bshd", attn_mask_type="causal", **reach)  # [b, s, n e]
     return out.view(q.shape[0], q.shape[2], q.shape[1], -1).transpose(1, 2)

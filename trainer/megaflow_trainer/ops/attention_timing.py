@@ -109,14 +109,19 @@ def find_refusal(entry: Entry, shape: AttentionShape, need: Need) -> str | None:
 def find_error(entry: Entry, reference: Entry, shape: AttentionShape, need: Need) -> float | None:
     """How far result and gradients of one sample are from those of the reference, as `measure_difference` says.
 
-    None if the kernel refuses the shape. Dropout must be 0.
+    Infinite if the entry does not compute it; None if the reference does not: there is nothing to compare with. Dropout
+    must be 0.
     """
     small = replace(shape, b=1)
     try:
         q, k, v, grad = _draw(small, need)
-        found, wanted = (_run(one, (q, k, v), grad, small) for one in (entry, reference))
-    except _list_refusals(entry):
+        wanted = _run(reference, (q, k, v), grad, small)
+    except _list_refusals(reference):
         return None
+    try:
+        found = _run(entry, (q, k, v), grad, small)
+    except _list_refusals(entry):
+        return math.inf
     return measure_difference(found, wanted)
 
 

@@ -83,17 +83,18 @@ def find_fault(entry: Entry, shape: AttentionShape, need: Need) -> str | None:
     if reason is not None:
         return f"refuses {shape} on this GPU, or has not enough memory for it: {reason}"
     error = None if entry.package is None else measure_error(entry, shape, need)
-    if entry.package is None or (error is not None and error <= LARGEST_ERROR):
+    if error is None or error <= LARGEST_ERROR:
         return None
-    far = "" if error is None else f", by {error:.2g} of the largest value"
     return (
-        f"gives other results than torch's on this GPU{far} at {shape}: releases of {entry.package} and of what it "
-        "uses do not fit together, install others"
+        f"gives other results than torch's on this GPU, by {error:.2g} of the largest value at {shape}: releases of "
+        f"{entry.package} and of what it uses do not fit together, install others"
     )
 
 
 def measure_error(entry: Entry, shape: AttentionShape, need: Need) -> float | None:
-    """How far an entry's results are from those of torch's kernels, without dropout; None if it refuses the shape."""
+    """How far an entry's results are from those of torch's kernels, without dropout; None if these do not compute the
+    shape, such as a long window, whose mask torch holds: there is nothing to compare with.
+    """
     return find_error(entry, ATTENTION[0], dataclasses.replace(shape, dropout=0.0), need)
 
 

@@ -57,7 +57,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter  # only if chosen
         except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
-            found = f"--tensorboard-dir needs the package tensorboard{tell_break(error)}"
+            found = f"--tensorboard-dir needs the package tensorboard{tell_break(error, 'tensorboard')}"
             raise ConfigError(f"{found}: `pip install tensorboard`, or drop the flag") from None
         try:
             self.writer = SummaryWriter(str(folder))
@@ -86,7 +86,7 @@ class Wandb:
         try:
             wandb = importlib.import_module("wandb")  # only if chosen
         except (Exception, SystemExit) as error:  # missing, or whatever a broken package raises
-            found = f"--wandb-project needs the package wandb{tell_break(error)}"
+            found = f"--wandb-project needs the package wandb{tell_break(error, 'wandb')}"
             raise ConfigError(f"{found}: `pip install wandb`, or drop the flag") from None
         self.run = wandb.init(
             project=config.log.wandb_project,
