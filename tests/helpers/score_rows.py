@@ -51,7 +51,8 @@ def find_differences(device: torch.device, tile: tuple[int, int]) -> dict[str, f
         assert torch.equal(own.isnan(), wanted.isnan()), name
         assert not own[:, vocab_size:].nan_to_num().any(), name
         near = (losses - wanted_losses).nan_to_num().abs() / wanted_losses.nan_to_num().abs().clamp(min=1.0)
-        step = torch.finfo(scores.dtype).eps * wanted.float().nan_to_num().abs() + 1e-6 * weights[:, None] + 1e-30
+        kind = torch.finfo(scores.dtype)
+        step = kind.eps * (wanted.float().nan_to_num().abs() + kind.smallest_normal) + 1e-6 * weights[:, None]
         found[name + " losses"] = float(near.max())
         found[name + " gradients"] = float(((own.float() - wanted.float()).nan_to_num().abs() / step).max())
     return found
