@@ -13,6 +13,7 @@ from typing import Literal
 from megaflow import _core
 from megaflow.errors import ConfigError
 from megaflow.inputs import ArrowStream, CoreInput, Input, resolve_inputs
+from megaflow.processors import count_processors
 from megaflow.sentences import splitter_for
 from megaflow.tokenizer import Tokenizer
 
@@ -61,11 +62,7 @@ class PreprocessOptions:
     add_eos: bool = False
     """Whether the tokenizer's EOS goes behind each document, before the end-of-document token; an error if it has none,
     or if that token is the EOS."""
-    workers: int = field(
-        default_factory=lambda: (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
-    )
+    workers: int = field(default_factory=count_processors)
     """Threads that tokenize; by default one for each processor."""
     block_bytes: int = 1 << 20
     """Bytes of input that a thread takes at a time. The result does not depend on it."""

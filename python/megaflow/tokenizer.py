@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaflow import _core
 from megaflow.errors import ConfigError, MissingFileError, TokenizerError, tell_break
+from megaflow.processors import count_processors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -216,7 +217,7 @@ class Tokenizer:
                 add_special_tokens=add_special_tokens,
                 add_bos=add_bos,
                 add_eos=add_eos,
-                threads=min(threads or os.cpu_count() or 1, sys.maxsize),
+                threads=min(threads or count_processors(), sys.maxsize),
                 cache_bytes=min(cache_bytes, sys.maxsize),
             )
         except UnicodeEncodeError as error:

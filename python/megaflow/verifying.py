@@ -12,6 +12,7 @@ from megaflow import _core
 from megaflow.errors import ConfigError
 from megaflow.indexed import resolve_prefix
 from megaflow.merging import BytesProgress, StrPath
+from megaflow.processors import count_processors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +88,9 @@ def verify(
         raise ConfigError(f"--vocab-size must be at least 1, got {vocab_size}")
     path = Path(f"{resolve_prefix(prefix)}.json")
     before = path.read_bytes() if path.is_file() else None
-    found = _core.verify(prefix, threads=threads or _processors(), vocab_size=vocab_size, progress=progress or _ignore)
+    found = _core.verify(
+        prefix, threads=threads or count_processors(), vocab_size=vocab_size, progress=progress or _ignore
+    )
     found["faults"] = tuple(Fault(path=where, place=place, problem=text) for where, place, text in found["faults"])
     report = VerifyReport(**found, stamped=False, not_stamped="not asked for")
     if not stamp:
@@ -147,10 +150,6 @@ def _replace(path: Path, text: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ignore(*_: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from helpers.runs import one_rank
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.compiling import find_compile_obstacle, find_default_obstacle
+from megaflow_trainer.model.attention import Attention
+from megaflow_trainer.model.norm import RMSNorm
+from megaflow_trainer.ops.attention import attend_sdpa
 from megaflow_trainer.parallel.fusion import Compiler, compile_blocks
 from megaflow_trainer.training.build import build_model
 
@@ -70,6 +74,46 @@ def test_blocks_are_compiled_whole_where_nothing_is_exchanged(flags: str, is_who
     compile_blocks(build_model(config, one_rank()).module, is_whole=is_whole, compiler=Seeing())  # type: ignore[arg-type]
     blocks = [options for name, options in seen if name.startswith("Block.")]
     assert blocks == [{"fullgraph": is_whole, "dynamic": False}] * 4
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
+def test_a_run_in_parts_is_not_given_what_an_earlier_run_compiled() -> None:
+    class Eager(Compiler):
+        def __call__(self, function: Any, **options: Any) -> Any:
+            return super().__call__(function, backend="eager", **options)
+
+    def run(attend: Callable[..., Tensor], *, has_package: bool, is_whole: bool) -> Tensor:
+        flags = f"{BASE} --no-compile --normalization RMSNorm --hidden-dropout 0 --attention-dropout 0"
+        module = build_model(read_command(flags.split(), world_size=1)[0], one_rank()).module
+        for part in module.modules():
+            if isinstance(part, RMSNorm) and has_package:
+                part.kernel = make_package()
+            if isinstance(part, Attention):
+                part.core = attend
+        compile_blocks(module, is_whole=is_whole, compiler=Eager(told.append))
+        tokens = torch.arange(32).view(2, 16)
+        module(tokens, tokens)
+        losses: Tensor = module(tokens, tokens)
+        losses.sum().backward()
+        return losses.detach()
+
+    def make_package() -> Callable[..., Tensor]:
+        @torch.compiler.disable
+        def package(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+            return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+        return package
+
+    @torch.compiler.disable
+    def apart(*heads: Tensor, **options: Any) -> Tensor:
+        return attend_sdpa(*heads, **options)
+
+    told: list[str] = []
+    expected = run(attend_sdpa, has_package=False, is_whole=True)
+    later = ((attend_sdpa, True, False), (attend_sdpa, False, True), (apart, False, False))
+    for attend, has_package, is_whole in later:
+        assert torch.allclose(run(attend, has_package=has_package, is_whole=is_whole), expected, atol=1e-6)
+    assert not told, "compiled, not left as it is"
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,19 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     assert not torch.equal(first["embedding.weight"], make_model(seed=2).state_dict()["embedding.weight"])
 
 
+def test_initial_weights_do_not_depend_on_how_many_are_drawn_at_a_time() -> None:
+    config = make_config(num_layers=3, num_experts=2, router_top_k=1)
+    alone, together = (build_gpt(config, Sockets(), device=CPU, dtype=torch.bfloat16) for _ in range(2))
+    random = torch.get_rng_state()
+    init_weights(alone, config, seed=1)
+    init_weights(together, config, seed=1, threads=8)
+    for (name, one), other in zip(alone.named_parameters(), together.parameters(), strict=True):
+        assert torch.equal(one, other), name
+        assert other.requires_grad
+        assert not other.isnan().any()
+    assert torch.equal(random, torch.get_rng_state())
+
+
 def test_dropout_acts_in_training_only() -> None:
     model, tokens = make_model(hidden_dropout=0.5, attention_dropout=0.5), make_tokens()[:, :-1]
     assert not torch.equal(model.compute_logits(tokens), model.compute_logits(tokens))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Protocol
 
@@ -47,30 +48,40 @@ class Part(Protocol):
 
 
 def init_weights(
-    model: nn.Module, config: ModelConfig, *, seed: int, parts: Mapping[str, Part] = MappingProxyType({})
+    model: nn.Module,
+    config: ModelConfig,
+    *,
+    seed: int,
+    parts: Mapping[str, Part] = MappingProxyType({}),
+    threads: int = 1,
 ) -> None:
     """Fill every weight: norms 1, biases 0, matrices N(0, std), those that write into the residual stream
     N(0, std / sqrt(2 L)). Under mu-P the std of matrices inside the blocks falls with the root of the width's growth.
 
-    A weight of which this rank holds a part is drawn in full and the part is taken, one weight at a time; the matrices
-    of experts are drawn expert by expert, those that this rank holds something of.
+    A weight of which this rank holds a part is drawn in full and the part is taken, as many weights at a time as there
+    are threads; the matrices of experts are drawn expert by expert, those that this rank holds something of.
     """
     stacked = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ExpertWeight)}
     norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, NORMS)}
-    with torch.no_grad():
-        for buffer in model.buffers():  # the biases of routers
-            buffer.zero_()
-        for name, weight in model.named_parameters():
-            if name in norms:
-                weight.fill_(1.0)
-            elif name.endswith(".bias"):
-                weight.zero_()
-            elif name in stacked:
-                _draw_experts(weight, parts.get(name), config, name, seed)
-            else:
-                part = parts.get(name)
-                full = _draw(weight.shape if part is None else part.shape, choose_std(name, config), name, seed)
-                weight.copy_(full if part is None else part.take(full))
+
+    @torch.no_grad()  # holds in the thread that enters it
+    def fill(name: str, weight: Tensor) -> None:
+        if name in norms:
+            weight.fill_(1.0)
+        elif name.endswith(".bias"):
+            weight.zero_()
+        elif name in stacked:
+            _draw_experts(weight, parts.get(name), config, name, seed)
+        else:
+            part = parts.get(name)
+            full = _draw(weight.shape if part is None else part.shape, choose_std(name, config), name, seed)
+            weight.copy_(full if part is None else part.take(full))
+
+    for buffer in model.buffers():  # the biases of routers
+        buffer.zero_()
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(fill, *zip(*model.named_parameters(), strict=True)):
+            pass
 
 
 def choose_std(name: str, config: ModelConfig) -> float:

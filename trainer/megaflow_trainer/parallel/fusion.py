@@ -58,7 +58,12 @@ class Compiler:
 
 
 def compile_blocks(model: GPT, *, is_whole: bool, compiler: Compiler | None = None) -> None:
-    """Compile every block's forward (and so its backward), `is_whole` or in parts between what ranks exchange."""
+    """Compile every block's forward (and so its backward), `is_whole` or in parts between what ranks exchange.
+
+    What an earlier run of this process compiled is forgotten: in parts, torch 2.11 takes it for a later model whose
+    norms have another kernel, and calls what is not there.
+    """
+    torch.compiler.reset()
     compiler = compiler or Compiler()
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(blocks))

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megaflow import Loader
+from megaflow.processors import count_processors
 from megaflow_trainer.checkpoint.held import hold
 from megaflow_trainer.checkpoint.initial import describe_source, fill_weights, read_weights
 from megaflow_trainer.config.batch import batch_phases
@@ -140,7 +141,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
 
     def fill(model: GPT, parts: ShardMap) -> None:
         model.to_empty(device=mesh.device)
-        init_weights(model, config.model, seed=config.seed, parts=parts.shards)
+        init_weights(model, config.model, seed=config.seed, parts=parts.shards, threads=count_threads(mesh))
         if config.checkpoint.init_from is not None:
             start_from(Path(config.checkpoint.init_from), model, parts, config, mesh)
 
@@ -163,6 +164,14 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     )
     made = parallelize(model, mesh, plan, None if mesh.device.type == "meta" else fill)
     return dataclasses.replace(made, graph=choose_graph(config, mesh, made.gradients))
+
+
+def count_threads(mesh: Mesh) -> int:
+    """Threads that draw this rank's initial weights: its share of this host's processors, where each has a full weight
+    in fp32 at a time; at most 8.
+    """
+    ranks = torch.cuda.device_count() if mesh.device.type == "cuda" else mesh.world_size  # no more are on this host
+    return max(1, min(8, count_processors() // ranks))
 
 
 def count_rows_per_expert(config: TrainConfig, layout: Layout) -> float:
