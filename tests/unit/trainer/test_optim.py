@@ -84,6 +84,33 @@ def test_gradients_accumulate_in_fp32_whatever_the_weights_are() -> None:
     assert bias.weight.grad is None
 
 
+@pytest.mark.parametrize("forget", ["forget_loose", "start"])
+def test_gradients_of_biases_and_norms_are_added_together_also_after_a_backward_that_failed(
+    forget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    add = torch._foreach_add_
+    monkeypatch.setattr(torch, "_foreach_add_", lambda mains, grads: (sizes.append(len(mains)), add(mains, grads)))
+    model, gradients, _ = make(torch.bfloat16)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    hidden = model[0](torch.ones(1, 5, dtype=torch.bfloat16))  # type: ignore[index]
+    hidden.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model[1](hidden).sum().backward()  # type: ignore[index]
+    getattr(gradients, forget)()
+    gradients.kept[0].zero_()
+    loss = (model(torch.ones(1, 5, dtype=torch.bfloat16)) * torch.tensor([1.0, 2.0, 4.0])).sum()
+    expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert sizes[-1] == 3  # one bias, and the norm's two
+    for main, grad in zip(gradients.parameters, expected, strict=True):
+        assert torch.equal(main.main_grad, grad.float()), main.name
+        assert main.weight.grad is None
+
+
 def test_norm_is_that_of_all_gradients_once() -> None:
     model, gradients, _ = make()
     model(torch.randn(4, 5)).square().sum().backward()

@@ -69,6 +69,7 @@ class MainGradients:
         is_divided = any(bucket.sharers.divisor > 1 for bucket in self.buckets)
         self.parameters: list[MainParameter] = []
         self.num_micro_batches, self.num_sent, self.is_held = 1, 0, False
+        self.put_off: list[tuple[Bucket, Slot]] = []
         for bucket in self.buckets:
             self._give_memory(bucket)
         order = {name: number for number, (name, _) in enumerate(named)}
@@ -101,8 +102,14 @@ class MainGradients:
 
     def _make_hook(self, bucket: Bucket, slot: Slot) -> Callable[[Tensor], None]:
         def take(weight: Tensor) -> None:
-            if weight.grad is not None:  # else the product has added it itself
+            if weight.grad is None:
+                pass  # the product has added it itself
+            elif weight.dim() > 1:
                 self._add(bucket, slot)
+            else:
+                if not self.put_off:
+                    torch.autograd.Variable._execution_engine.queue_callback(self._add_put_off)  # behind this backward
+                self.put_off.append((bucket, slot))
             if self.is_held:
                 return
             slot.missing -= 1
@@ -114,11 +121,35 @@ class MainGradients:
 
     def _add(self, bucket: Bucket, slot: Slot) -> None:
         """Move a weight's gradient into the bucket."""
+        assert slot.weight.grad is not None
+        slot.view(self._open(bucket)).add_(slot.weight.grad)
+        slot.weight.grad = None
+
+    def _add_put_off(self) -> None:
+        """Move the gradients of biases and norms into their buckets, a few kernels for all of them: each by itself is a
+        launch for some thousand numbers.
+        """
+        found, self.put_off = self.put_off, []
+        kept = [
+            (slot.view(self._open(bucket)), slot.weight.grad) for bucket, slot in found if slot.weight.grad is not None
+        ]
+        if not kept:
+            return
+        mains, grads = ([x.flatten() for x in side] for side in zip(*kept, strict=True))
+        if any(x.dtype != self.dtype for x in grads):  # adding in one pass wants one dtype
+            wide = torch.empty(sum(x.numel() for x in grads), dtype=self.dtype, device=self.device)
+            parts = list(wide.split([x.numel() for x in grads]))
+            torch._foreach_copy_(parts, grads)
+            grads = parts
+        torch._foreach_add_(mains, grads)
+        for _, slot in found:
+            slot.weight.grad = None
+
+    def _open(self, bucket: Bucket) -> Tensor:
+        """A bucket's buffer, which ZeRO 2 has from the first gradient on."""
         if bucket.full is None:
             bucket.full = torch.zeros(bucket.size, dtype=self.dtype, device=self.device)
-        assert slot.weight.grad is not None
-        slot.view(bucket.full).add_(slot.weight.grad)
-        slot.weight.grad = None
+        return bucket.full
 
     @property
     def kept(self) -> list[Tensor]:
@@ -128,6 +159,7 @@ class MainGradients:
     def start(self, num_micro_batches: int = 1) -> None:
         """Forget the last step; what comes is that of `num_micro_batches` backwards."""
         self.receive_weights()
+        self.forget_loose()
         self.num_micro_batches = 1 if self.options.zero == 2 else num_micro_batches
         for bucket in self.buckets:
             (bucket.kept if bucket.full is None else bucket.full).zero_()
@@ -158,6 +190,7 @@ class MainGradients:
 
     def _send(self, bucket: Bucket) -> None:
         """Add terms of other ranks, then start the reduction of a bucket."""
+        self._add_put_off()
         assert bucket.full is not None, "it has a gradient"
         add_terms(((slot.view(bucket.full), slot.sums) for slot in bucket.slots), self.mesh)
         sharers, is_async, meter = bucket.sharers, self.options.overlaps, self.mesh.meter("dp")
@@ -199,6 +232,7 @@ class MainGradients:
 
     def forget_loose(self) -> None:
         """Drop gradients that a backward left outside of the buffers when it failed."""
+        self.put_off.clear()
         for bucket in self.buckets:
             for slot in bucket.slots:
                 slot.weight.grad = None
