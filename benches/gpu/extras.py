@@ -13,6 +13,7 @@ where a compiled graph can hold them. Prints a table, and a line for each entry 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -166,6 +167,25 @@ def attention_case(entry: Entry) -> Case:
     return Case(f"{entry.name}: attention", 2e-2, find_obstacle, make)
 
 
+def joined_case(entry: Entry) -> Case:
+    """The same of queries, keys and values that one product makes, with the gradient that its backward reads."""
+    joined, plain = entry.joined, attention_case(entry)
+    assert joined is not None
+
+    def make(sizes: dict[str, int]) -> tuple[Way, Way, Way]:
+        n, width = sizes["heads"], sizes["width"] // sizes["heads"]
+        heads = draw(sizes["batch"], sizes["length"], 3 * n, width)
+
+        def apart(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            return lambda x: attend(*x.transpose(1, 2).split([n, n, n], dim=1), dropout=0.0)
+
+        native = Way(compiled(apart(attend_sdpa)), [heads], scope=partial(prefer_kernels, DEVICE))
+        other = Way(compiled(lambda x: joined(x, n, dropout=0.0)), [heads])
+        return native, other, Way(apart(attend_math), [widen(heads)])
+
+    return dataclasses.replace(plain, name=f"{entry.name}: heads side by side", make=make)
+
+
 def linear_case(
     name: str,
     tolerance: float,
@@ -317,6 +337,7 @@ def loss_case() -> Case:
 def list_cases() -> Iterator[Case]:
     """Every entry."""
     yield from (attention_case(entry) for entry in PACKAGES)
+    yield from (joined_case(entry) for entry in PACKAGES if entry.joined is not None)
     engine = ("layers", "transformer_engine")
     yield linear_case("transformer_engine: linear", 1e-2, EngineProduct, engine)
     for recipe in ("tensorwise", "delayed"):

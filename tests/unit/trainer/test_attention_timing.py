@@ -145,7 +145,7 @@ def race(monkeypatch: pytest.MonkeyPatch, times: dict[str, float | None]) -> lis
     return shapes
 
 
-def make_bent(place: str, bend: float) -> Entry:
+def make_bent(place: str, bend: float, *, is_joined: bool) -> Entry:
     """An entry of a package whose result or one gradient alone is so much too large, or not a number."""
 
     class Bend(torch.autograd.Function):
@@ -162,18 +162,26 @@ def make_bent(place: str, bend: float) -> Entry:
         y = attend_math(*bent, **options)
         return y + (y * bend).detach() if place == "result" else y
 
-    return Entry(name="flash_attn_4", function=attend, package="flash-attn-4")
+    def attend_joined(heads: torch.Tensor, groups: int, **options: Any) -> torch.Tensor:
+        sizes = [heads.shape[2] - 2 * groups, groups, groups]
+        return attend(*heads.transpose(1, 2).split(sizes, dim=1), **options)
+
+    plain = Entry(name="flash_attn_4", function=attend, package="flash-attn-4")
+    return dataclasses.replace(plain, function=attend_math, joined=attend_joined) if is_joined else plain
 
 
+@pytest.mark.parametrize("is_joined", [False, True])
 @pytest.mark.parametrize("way", ["auto", "flash_attn_4", "flash_attn_4 --no-attention-timing"])
 @pytest.mark.parametrize("place", ["result", "dq", "dk", "dv"])
 @pytest.mark.parametrize("bend", [0.045, 0.055, 0.28, math.nan, math.inf])
 def test_the_result_and_each_gradient_must_be_torchs(
-    monkeypatch: pytest.MonkeyPatch, place: str, bend: float, way: str
+    monkeypatch: pytest.MonkeyPatch, place: str, bend: float, way: str, is_joined: bool
 ) -> None:
-    """Whichever is wrong alone, within the tolerance of 0.05 and not beyond."""
+    """Whichever is wrong alone, within the tolerance of 0.05 and not beyond; also if only heads side by side are."""
     race(monkeypatch, {"sdpa": 2.0, "flash": 1.9, "flash_attn_4": 0.1})
-    monkeypatch.setattr(kernels_module, "ATTENTION", (*kernels_module.ATTENTION, make_bent(place, bend)))
+    monkeypatch.setattr(
+        kernels_module, "ATTENTION", (*kernels_module.ATTENTION, make_bent(place, bend, is_joined=is_joined))
+    )
     config = configure(f"--num-query-groups 8 --attention-backend {way}")
     if bend < 0.05:
         assert kernels_module.choose_attention(config, GPU, NEED).name == "flash_attn_4"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -164,6 +165,37 @@ def test_sdpa_equals_attention_written_out(dtype: torch.dtype, tolerance: float)
     q, k, v = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = attend_math(q, k, v, dropout=0.0)
     torch.testing.assert_close(attend_sdpa(q, k, v, dropout=0.0), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "shape, is_used",
+    [
+        ({}, True),
+        ({"num_kv_heads": 2, "window": 5}, True),
+        ({"position_kind": "rope"}, False),
+        ({"qk_norm": True}, False),
+    ],
+)
+def test_heads_side_by_side_go_to_a_core_that_takes_them(shape: dict[str, object], is_used: bool) -> None:
+    """Nothing else may be done to them before."""
+    seen: list[tuple[int, ...]] = []
+
+    def joined(heads: torch.Tensor, groups: int, **options: Any) -> torch.Tensor:
+        seen.append((*heads.shape, groups))
+        q, k, v = heads.transpose(1, 2).split([heads.shape[2] - 2 * groups, groups, groups], dim=1)
+        return attend_sdpa(q, k, v, **options)
+
+    config = make_config(**shape)
+    grads = []
+    for sockets in (Sockets(), Sockets(joined=joined)):
+        model = build_gpt(config, sockets, device=CPU, dtype=torch.float32)
+        init_weights(model, config, seed=1)
+        model.compute_logits(make_tokens()[:, :-1]).square().mean().backward()  # type: ignore[no-untyped-call]
+        grads.append([weight.grad for weight in model.parameters()])
+    for one, other in zip(*grads, strict=True):
+        assert torch.equal(one, other)
+    groups = config.kv_heads
+    assert seen == ([(2, 16, 4 + 2 * groups, 8, groups)] * 2 if is_used else [])
 
 
 def test_auto_takes_the_first_entry_that_can_run() -> None:

@@ -21,7 +21,12 @@ from megaflow_trainer.config.model_section import ATTENTION_KERNELS
 from megaflow_trainer.ops import attention_packages, packages
 from megaflow_trainer.ops.attention import ATTENTION, attend_math
 from megaflow_trainer.ops.attention_block import attend_block, attend_block_backward
-from megaflow_trainer.ops.attention_packages import attend_engine, attend_flash_2, attend_flash_4
+from megaflow_trainer.ops.attention_packages import (
+    attend_engine,
+    attend_flash_2,
+    attend_flash_4,
+    attend_flash_4_joined,
+)
 from megaflow_trainer.ops.packages import FLASH_4, Package, PackageError
 from megaflow_trainer.ops.registry import Need, choose
 from megaflow_trainer.training.build import build_model
@@ -203,15 +208,19 @@ def attend_tokens_first(q: Tensor, k: Tensor, v: Tensor, scale: float | None, le
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("is_joined", [False, True])
 def test_flash_attn_4_is_called_as_it_asks(
-    window: int | None, scale: float | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, scale: float | None, is_joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fake with the arguments of 4.0.0b36; the op's gradients are those that the fake backward writes."""
+    met: list[torch.Size] = []
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, window_size: Any, return_lse: bool
     ) -> tuple[Tensor, Tensor]:
-        warnings.warn("said by 4.0.0b36 when it compiles a kernel", UserWarning, stacklevel=2)
+        if not met:  # a kernel is compiled once
+            warnings.warn("said by 4.0.0b36 when it compiles a kernel", UserWarning, stacklevel=2)
+        met.append(q.shape)
         assert causal
         assert return_lse
         assert window_size == ((None, None) if window is None else (4, 0))
@@ -229,13 +238,20 @@ def test_flash_attn_4_is_called_as_it_asks(
         q, k, v, out, grad = (tensor.transpose(1, 2) for tensor in tensors[:5])
         found = attend_block_backward(grad, (q, k, v), (out, tensors[5]), offset=0, window=window, scale=factor)
         for made, part in zip((dq, dk, dv), found, strict=True):
-            assert made.is_contiguous(), "the kernel would be followed by a copy"
+            width = made.shape[3]  # what lies otherwise would be copied behind the kernel
+            assert made.stride()[1:] == ((8 if is_joined else made.shape[2]) * width, width, 1)
             made.copy_(part.transpose(1, 2))
         return dq, dk, dv
 
     install(monkeypatch, flash_attn__cute__flash_attn_func=forward, flash_attn__cute__interface__x=None)
     sys.modules["flash_attn.cute.interface"]._flash_attn_bwd = backward  # type: ignore[attr-defined]
-    compare(attend_flash_4, window, scale)
+    attend = attend_joined if is_joined else attend_flash_4
+    compare(attend, window, scale)
+    compare(torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False), window, scale)
+
+
+def attend_joined(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return attend_flash_4_joined(torch.cat([part.transpose(1, 2) for part in (q, k, v)], dim=2), 2, **options)
 
 
 def compare(attend: Any, window: int | None, scale: float | None) -> None:

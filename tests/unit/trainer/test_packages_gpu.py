@@ -72,6 +72,32 @@ def test_attention_of_a_package_equals_attention_written_out(
         assert (one.float() - other).abs().max() <= 2e-2 * other.abs().max()
 
 
+@pytest.mark.filterwarnings("ignore")  # packages warn of themselves
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("shape", [(4, 4, 512, 64, 64), (8, 2, 384, 128, 128)], ids=str)
+@pytest.mark.parametrize("name", [entry.name for entry in PACKAGES if entry.joined is not None])
+def test_attention_of_heads_side_by_side_equals_that_of_three_tensors(
+    name: str, shape: tuple[int, ...], is_compiled: bool, window: int | None
+) -> None:
+    """Forward bit for bit; a gradient of queries is a sum in the order in which blocks come, so that it is not."""
+    entry = find_attention(name, shape[3], shape[4], window)
+    assert entry.joined is not None
+    q, k, v = make_heads(shape)
+    heads = torch.cat([part.detach().transpose(1, 2) for part in (q, k, v)], dim=2).requires_grad_()
+    joined = torch.compile(entry.joined, fullgraph=True, dynamic=False) if is_compiled else entry.joined
+    y = joined(heads, shape[1], dropout=0.0, window=window)
+    expected = entry.function(q, k, v, dropout=0.0, window=window)
+    assert torch.equal(y, expected)
+    grad = torch.randn_like(expected)
+    (found,) = torch.autograd.grad(y, heads, grad)
+    assert found.is_contiguous()
+    sizes = [shape[0], shape[1], shape[1]]
+    wanted = torch.autograd.grad(expected, (q, k, v), grad)
+    for one, other in zip(found.transpose(1, 2).split(sizes, dim=1), wanted, strict=True):
+        assert (one.float() - other.float()).abs().max() <= 8e-3 * other.abs().max()  # a bit of bf16
+
+
 def load_bench() -> Any:
     """benches/gpu/extras.py, which holds the cases."""
     path = Path(__file__).resolve().parents[3] / "benches" / "gpu" / "extras.py"

@@ -35,23 +35,36 @@ class Attention(nn.Module):
         self.proj = sockets.linear(width, config.hidden_dim, bias=config.linear_bias)
         self.turn: Callable[[Tensor, Tensor, Rotary], tuple[Tensor, Tensor]] = rotate_both
         self.core: Callable[..., Tensor] = sockets.attention
+        self.joined = sockets.joined
         self.options = core_options(config)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """`[b, s, h]` to `[b, s, h]`; where ranks divide tokens, their own before and behind, all between."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [b, n + 2g, s, d]
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [b, s, n + 2g, d]
+        rotary, documents = (None, None) if context is None else (context.rotary, context.documents)
+        if self.joined is not None and self.q_norm is None and rotary is None and documents is None:
+            return self.mix(heads)
         g = self.num_kv_heads
-        q, k, v = heads.split([heads.shape[1] - 2 * g, g, g], dim=1)
+        q, k, v = heads.transpose(1, 2).split([heads.shape[2] - 2 * g, g, g], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context is not None and context.rotary is not None:
-            q, k = self.turn(q, k, context.rotary)
-        return self.mix(q, k, v, None if context is None else context.documents)
+        if rotary is not None:
+            q, k = self.turn(q, k, rotary)
+        return self.mix(q, k, v, documents)
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: DocumentMask | None = None) -> Tensor:
-        """The core and the last product: queries `[b, n, s, d]`, keys and values `[b, g, s, d]` to `[b, s, h]`."""
+    def mix(
+        self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, documents: DocumentMask | None = None
+    ) -> Tensor:
+        """The core and the last product, to `[b, s, h]`: of queries `[b, n, s, d]`, keys and values `[b, g, s, d]`, or
+        in place of the three of all heads as they lie side by side, `[b, s, n + 2g, d]`.
+        """
         options = self.options if documents is None else self.options | {"documents": documents}
-        y = self.core(q, k, v, dropout=self.dropout if self.training else 0.0, **options)  # [b, n, s, d]
+        options = {"dropout": self.dropout if self.training else 0.0, **options}
+        if k is None:
+            assert self.joined is not None, "asked before"
+            y = self.joined(q, self.num_kv_heads, **options)  # [b, n, s, d]
+        else:
+            y = self.core(q, k, v, **options)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 

@@ -1,7 +1,9 @@
 """Attention by optional packages: flash-attn 4, flash-attn 2 and Transformer Engine.
 
-They lie behind the same function as torch's kernels. flash-attn 4 is wrapped as one op with its backward, so that
-compiled blocks stay whole; the others run outside of a compiled graph.
+They lie behind the same function as torch's kernels. flash-attn 4 is wrapped as an op with its backward, so that
+compiled blocks stay whole; the others run outside of a compiled graph. Of heads that lie side by side, as one product
+makes queries, keys and values, an op of its own writes the gradient as one tensor: joining three reads and writes each
+once more.
 
 Legend: b micro-batch, n query heads, g key/value heads, s sequence, d and e head dims.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -39,6 +41,16 @@ def attend_flash_4(
     return out.transpose(1, 2)
 
 
+def attend_flash_4_joined(
+    heads: Tensor, groups: int, *, dropout: float, window: int | None = None, scale: float | None = None
+) -> Tensor:
+    """The same of heads `[b, s, n + 2 g, d]`, all queries, all keys and all values, to `[b, n, s, d]`."""
+    assert dropout == 0, "refused with the configuration"
+    factor = heads.shape[-1] ** -0.5 if scale is None else scale
+    out, _ = flash_4_joined(heads, groups, factor, -1 if window is None else window - 1)
+    return out.transpose(1, 2)
+
+
 def _bounds(left: int) -> tuple[int | None, int | None]:
     """How many tokens before and behind it a token sees, None for all; `left` is -1 for all earlier ones."""
     return (None, None) if left < 0 else (left, 0)
@@ -49,6 +61,10 @@ def flash_4(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> tuple[T
     """`[b, s, n, d]`, `[b, s, g, d]`, `[b, s, g, e]` to `[b, s, n, e]` and the logarithms of the sums of exponentials,
     fp32 `[b, n, s]`. A token sees `left` earlier ones, or all if that is -1.
     """
+    return _run_flash_4(q, k, v, scale, left)
+
+
+def _run_flash_4(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int) -> tuple[Tensor, Tensor]:
     options = {"softmax_scale": scale, "causal": True, "window_size": _bounds(left), "return_lse": True}
     with _refusing(FLASH_4, q, k, v):
         out, lse = FLASH_4.load(_FLASH_4)(q, k, v, **options)[:2]
@@ -89,12 +105,26 @@ def flash_4_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, left: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, without gaps and in the order of their dims."""
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))  # else they may lie as q does
+    _run_flash_4_backward(grad, (q, k, v), (dq, dk, dv), out, lse, scale, left)
+    return dq, dk, dv
+
+
+def _run_flash_4_backward(
+    grad: Tensor,
+    parts: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    left: int,
+) -> None:
+    """Write the gradients of queries, keys and values, wherever they lie."""
     before, behind = _bounds(left)
     options = {"softmax_scale": scale, "causal": True, "window_size_left": before, "window_size_right": behind}
-    made = {name: x.new_empty(x.shape) for name, x in (("dq", q), ("dk", k), ("dv", v))}  # else they may lie as q does
-    with _refusing(FLASH_4, grad, q, k, v):
-        FLASH_4.load(_FLASH_4_BACKWARD)(q, k, v, out, grad.contiguous(), lse, **options, **made)
-    return made["dq"], made["dk"], made["dv"]
+    made = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    with _refusing(FLASH_4, grad, *parts, *grads):
+        FLASH_4.load(_FLASH_4_BACKWARD)(*parts, out, grad.contiguous(), lse, **options, **made)
 
 
 @flash_4_backward.register_fake
@@ -115,6 +145,52 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 flash_4.register_autograd(_backward, setup_context=_keep)
+
+
+def _split(heads: Tensor, groups: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values of heads side by side."""
+    return heads.split([heads.shape[2] - 2 * groups, groups, groups], dim=2)
+
+
+@torch.library.custom_op("megaflow::flash_4_joined", mutates_args=())
+def flash_4_joined(heads: Tensor, groups: int, scale: float, left: int) -> tuple[Tensor, Tensor]:
+    """As `flash_4`, of heads `[b, s, n + 2 g, d]`."""
+    q, k, v = _split(heads, groups)
+    return _run_flash_4(q, k, v, scale, left)
+
+
+@flash_4_joined.register_fake
+def _(heads: Tensor, groups: int, scale: float, left: int) -> tuple[Tensor, Tensor]:
+    b, s, n, d = heads.shape
+    n -= 2 * groups
+    return heads.new_empty(b, s, n, d), heads.new_empty(b, n, s, dtype=torch.float32)
+
+
+@torch.library.custom_op("megaflow::flash_4_joined_backward", mutates_args=())
+def flash_4_joined_backward(
+    grad: Tensor, heads: Tensor, out: Tensor, lse: Tensor, groups: int, scale: float, left: int
+) -> Tensor:
+    """The gradient of the heads, `[b, s, n + 2 g, d]` without gaps."""
+    made = heads.new_empty(heads.shape)
+    _run_flash_4_backward(grad, _split(heads, groups), _split(made, groups), out, lse, scale, left)
+    return made
+
+
+@flash_4_joined_backward.register_fake
+def _(grad: Tensor, heads: Tensor, out: Tensor, lse: Tensor, groups: int, scale: float, left: int) -> Tensor:
+    return heads.new_empty(heads.shape)
+
+
+def _keep_joined(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    heads, *ctx.options = inputs
+    ctx.save_for_backward(heads, *output)
+
+
+def _backward_joined(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return flash_4_joined_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None
+
+
+flash_4_joined.register_autograd(_backward_joined, setup_context=_keep_joined)
 
 
 @torch.compiler.disable
@@ -198,7 +274,13 @@ def _engine_obstacle(need: Need) -> str | None:
 
 
 PACKAGES: tuple[Entry, ...] = (
-    Entry(name="flash_attn_4", function=attend_flash_4, obstacle=_flash_4_obstacle, package=FLASH_4.name),
+    Entry(
+        name="flash_attn_4",
+        function=attend_flash_4,
+        joined=attend_flash_4_joined,
+        obstacle=_flash_4_obstacle,
+        package=FLASH_4.name,
+    ),
     Entry(
         name="flash_attn_2",
         function=attend_flash_2,

@@ -107,7 +107,8 @@ def find_refusal(entry: Entry, shape: AttentionShape, need: Need) -> str | None:
 
 
 def find_error(entry: Entry, reference: Entry, shape: AttentionShape, need: Need) -> float | None:
-    """How far result and gradients of one sample are from those of the reference, as `measure_difference` says.
+    """How far result and gradients of one sample are from those of the reference, as `measure_difference` says; those
+    of heads side by side too, where the entry takes them.
 
     Infinite if the entry does not compute it; None if the reference does not: there is nothing to compare with. Dropout
     must be 0.
@@ -119,10 +120,12 @@ def find_error(entry: Entry, reference: Entry, shape: AttentionShape, need: Need
     except _list_refusals(reference):
         return None
     try:
-        found = _run(entry, (q, k, v), grad, small)
+        found = [_run(entry, (q, k, v), grad, small)]
+        if entry.joined is not None and shape.d == shape.e:
+            found.append(_run_joined(entry.joined, (q, k, v), grad, small))
     except _list_refusals(entry):
         return math.inf
-    return measure_difference(found, wanted)
+    return max(measure_difference(one, wanted) for one in found)
 
 
 def measure_difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
@@ -150,6 +153,15 @@ def _list_refusals(entry: Entry) -> type[Exception]:
 def _run(entry: Entry, inputs: Inputs, grad: torch.Tensor, shape: AttentionShape) -> tuple[torch.Tensor, ...]:
     y = entry.function(*inputs, dropout=shape.dropout, **shape.options)
     return y.detach(), *torch.autograd.grad(y, inputs, grad)
+
+
+def _run_joined(
+    joined: Callable[..., torch.Tensor], inputs: Inputs, grad: torch.Tensor, shape: AttentionShape
+) -> tuple[torch.Tensor, ...]:
+    heads = torch.cat([part.transpose(1, 2) for part in inputs], dim=2).detach().requires_grad_()  # [b, s, n + 2 g, d]
+    y = joined(heads, shape.g, dropout=shape.dropout, **shape.options)
+    (found,) = torch.autograd.grad(y, heads, grad)
+    return y.detach(), *found.transpose(1, 2).split([shape.n, shape.g, shape.g], dim=1)
 
 
 def _draw(shape: AttentionShape, need: Need) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -32,6 +32,8 @@ class Entry:
 
     name: str
     function: Callable[..., torch.Tensor]
+    joined: Callable[..., torch.Tensor] | None = None
+    """Attention of heads that lie side by side, `[b, s, n + 2 g, d]` and g, with the gradient in one tensor."""
     obstacle: Callable[[Need], str | None] = lambda need: None
     is_timed: bool = True
     package: str | None = None

@@ -136,7 +136,7 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
         rows_per_group=count_rows_per_expert(config, mesh.layout),
         widths=(config.model.hidden_dim, config.model.expert_width // mesh.layout.etp),
     )
-    sockets = Sockets(attention=attention.function, product=product)
+    sockets = Sockets(attention=attention.function, joined=attention.joined, product=product)
     model = build_gpt(config.model, sockets, device=torch.device("meta"), dtype=kept)
 
     def fill(model: GPT, parts: ShardMap) -> None:
