@@ -167,7 +167,7 @@ def attention_case(entry: Entry) -> Case:
     return Case(f"{entry.name}: attention", 2e-2, find_obstacle, make)
 
 
-def joined_case(entry: Entry) -> Case:
+def joined_case(entry: Entry, *, is_turned: bool) -> Case:
     """The same of queries, keys and values that one product makes, with the gradient that its backward reads."""
     joined, plain = entry.joined, attention_case(entry)
     assert joined is not None
@@ -175,15 +175,23 @@ def joined_case(entry: Entry) -> Case:
     def make(sizes: dict[str, int]) -> tuple[Way, Way, Way]:
         n, width = sizes["heads"], sizes["width"] // sizes["heads"]
         heads = draw(sizes["batch"], sizes["length"], 3 * n, width)
+        rotary = make_tables(sizes["length"], width) if is_turned else None
+        tables = None if rotary is None else (rotary.cos, rotary.sin, rotary.is_interleaved)
 
         def apart(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            return lambda x: attend(*x.transpose(1, 2).split([n, n, n], dim=1), dropout=0.0)
+            def run(x: Tensor) -> Tensor:
+                q, k, v = x.transpose(1, 2).split([n, n, n], dim=1)
+                q, k = (q, k) if rotary is None else rotate_both(q, k, rotary)
+                return attend(q, k, v, dropout=0.0)
 
-        native = Way(compiled(apart(attend_sdpa)), [heads], scope=partial(prefer_kernels, DEVICE))
-        other = Way(compiled(lambda x: joined(x, n, dropout=0.0)), [heads])
+            return run
+
+        native = Way(compiled(apart(entry.function)), [heads])
+        other = Way(compiled(lambda x: joined(x, n, tables, dropout=0.0)), [heads])
         return native, other, Way(apart(attend_math), [widen(heads)])
 
-    return dataclasses.replace(plain, name=f"{entry.name}: heads side by side", make=make)
+    name = f"{entry.name}: heads side by side{', turned' if is_turned else ''} (beside three tensors)"
+    return dataclasses.replace(plain, name=name, make=make)
 
 
 def linear_case(
@@ -264,21 +272,26 @@ def gate_case() -> Case:
     return Case("liger: gate", 1e-2, lambda _: PARTS["gate", "liger"].find_obstacle(DEVICE), make)
 
 
+def make_tables(length: int, width: int) -> Rotary:
+    """Cosines and sines, channels paired by halves."""
+    positions = torch.arange(length, device=DEVICE, dtype=torch.float32)
+    angles = torch.outer(positions, 10000.0 ** -(torch.arange(0, width, 2, device=DEVICE) / width))
+    return Rotary(angles.cos(), angles.sin(), is_interleaved=False)
+
+
 def rotary_case() -> Case:
     """Turning queries and keys."""
 
     def make(sizes: dict[str, int]) -> tuple[Way, Way, Way]:
         width = sizes["width"] // sizes["heads"]
         leaves = [draw(sizes["batch"], sizes["length"], sizes["heads"], width, seed=seed) for seed in range(2)]
-        positions = torch.arange(sizes["length"], device=DEVICE, dtype=torch.float32)
-        angles = torch.outer(positions, 10000.0 ** -(torch.arange(0, width, 2, device=DEVICE) / width))
-        cos, sin = angles.cos(), angles.sin()
+        rotary = make_tables(sizes["length"], width)
 
         def native(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-            return rotate_both(q.transpose(1, 2), k.transpose(1, 2), Rotary(cos, sin, is_interleaved=False))
+            return rotate_both(q.transpose(1, 2), k.transpose(1, 2), rotary)
 
         def other(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-            return rotate_liger(q.transpose(1, 2).clone(), k.transpose(1, 2).clone(), cos, sin)
+            return rotate_liger(q.transpose(1, 2).clone(), k.transpose(1, 2).clone(), rotary.cos, rotary.sin)
 
         return Way(compiled(native), leaves), Way(other, leaves), Way(native, [widen(x) for x in leaves])
 
@@ -337,7 +350,9 @@ def loss_case() -> Case:
 def list_cases() -> Iterator[Case]:
     """Every entry."""
     yield from (attention_case(entry) for entry in PACKAGES)
-    yield from (joined_case(entry) for entry in PACKAGES if entry.joined is not None)
+    for entry in PACKAGES:
+        if entry.joined is not None:
+            yield from (joined_case(entry, is_turned=is_turned) for is_turned in (False, True))
     engine = ("layers", "transformer_engine")
     yield linear_case("transformer_engine: linear", 1e-2, EngineProduct, engine)
     for recipe in ("tensorwise", "delayed"):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import score_rows
+from helpers import score_rows, turned_heads
 from helpers.fused_adam import CASES, compare, compare_unaligned, make
 from helpers.pairs import write_pair
 from helpers.runs import TINY, read_curve, run_tiny
 from megaflow_trainer.config import read_command
-from megaflow_trainer.ops import scores
+from megaflow_trainer.ops import rotation, scores
 from megaflow_trainer.ops.attention import ATTENTION, attend_cudnn, attend_math
 from megaflow_trainer.ops.attention_timing import AttentionShape, time_attention
 from megaflow_trainer.ops.registry import Need
@@ -39,6 +39,13 @@ def test_one_pass_of_adamw_is_the_reference(case: str) -> None:
     for kind, difference in differences.items():
         largest = 8 * BF16 if loose is None else loose.get(kind, 1e-6)
         assert difference <= largest, (kind, difference)
+
+
+def test_gradients_turned_back_by_the_kernel_are_those_of_plain_torch() -> None:
+    device = torch.device("cuda", 0)
+    assert all(rotation._find_kernel(device, dtype) for dtype in turned_heads.DTYPES)
+    for name, difference in turned_heads.find_differences(device).items():
+        assert difference <= 1.01, name
 
 
 def test_scores_by_the_kernel_are_those_of_plain_torch() -> None:

@@ -14,6 +14,7 @@ from megaflow.errors import ConfigError
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
+from megaflow_trainer.model.rope import Rotary, rotate_both
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import ATTENTION, attend_math, attend_sdpa
 from megaflow_trainer.ops.registry import Need, choose
@@ -172,17 +173,20 @@ def test_sdpa_equals_attention_written_out(dtype: torch.dtype, tolerance: float)
     [
         ({}, True),
         ({"num_kv_heads": 2, "window": 5}, True),
-        ({"position_kind": "rope"}, False),
+        ({"position_kind": "rope"}, True),
         ({"qk_norm": True}, False),
     ],
 )
 def test_heads_side_by_side_go_to_a_core_that_takes_them(shape: dict[str, object], is_used: bool) -> None:
-    """Nothing else may be done to them before."""
+    """Nothing but rotation may be done to them before."""
     seen: list[tuple[int, ...]] = []
 
-    def joined(heads: torch.Tensor, groups: int, **options: Any) -> torch.Tensor:
+    def joined(heads: torch.Tensor, groups: int, tables: Any, **options: Any) -> torch.Tensor:
         seen.append((*heads.shape, groups))
         q, k, v = heads.transpose(1, 2).split([heads.shape[2] - 2 * groups, groups, groups], dim=1)
+        assert (tables is None) == (config.rotary_dim == 0)
+        if tables is not None:
+            q, k = rotate_both(q, k, Rotary(*tables))
         return attend_sdpa(q, k, v, **options)
 
     config = make_config(**shape)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,15 +19,12 @@ from helpers.runs import TINY, one_rank
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.model_section import ATTENTION_KERNELS
+from megaflow_trainer.model.rope import Rotary, rotate_both
 from megaflow_trainer.ops import attention_packages, packages
 from megaflow_trainer.ops.attention import ATTENTION, attend_math
 from megaflow_trainer.ops.attention_block import attend_block, attend_block_backward
-from megaflow_trainer.ops.attention_packages import (
-    attend_engine,
-    attend_flash_2,
-    attend_flash_4,
-    attend_flash_4_joined,
-)
+from megaflow_trainer.ops.attention_packages import attend_engine, attend_flash_2
+from megaflow_trainer.ops.flash_4 import attend_flash_4, attend_flash_4_joined
 from megaflow_trainer.ops.packages import FLASH_4, Package, PackageError
 from megaflow_trainer.ops.registry import Need, choose
 from megaflow_trainer.training.build import build_model
@@ -37,7 +35,7 @@ CPU, H200 = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def nothing_loaded() -> Iterator[None]:
     packages._load.cache_clear()
-    attention_packages._MET.clear()
+    packages._MET.clear()
     yield
     packages._load.cache_clear()
 
@@ -208,9 +206,10 @@ def attend_tokens_first(q: Tensor, k: Tensor, v: Tensor, scale: float | None, le
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("is_joined", [False, True])
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # said of torch's own compiler
+@pytest.mark.parametrize("kind", ["apart", "joined", "turned", "turned apart"])
 def test_flash_attn_4_is_called_as_it_asks(
-    window: int | None, scale: float | None, is_joined: bool, monkeypatch: pytest.MonkeyPatch
+    window: int | None, scale: float | None, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fake with the arguments of 4.0.0b36; the op's gradients are those that the fake backward writes."""
     met: list[torch.Size] = []
@@ -239,25 +238,38 @@ def test_flash_attn_4_is_called_as_it_asks(
         found = attend_block_backward(grad, (q, k, v), (out, tensors[5]), offset=0, window=window, scale=factor)
         for made, part in zip((dq, dk, dv), found, strict=True):
             width = made.shape[3]  # what lies otherwise would be copied behind the kernel
-            assert made.stride()[1:] == ((8 if is_joined else made.shape[2]) * width, width, 1)
+            assert made.stride()[1:] == ((made.shape[2] if kind == "apart" else 8) * width, width, 1)
             made.copy_(part.transpose(1, 2))
         return dq, dk, dv
 
     install(monkeypatch, flash_attn__cute__flash_attn_func=forward, flash_attn__cute__interface__x=None)
     sys.modules["flash_attn.cute.interface"]._flash_attn_bwd = backward  # type: ignore[attr-defined]
-    attend = attend_joined if is_joined else attend_flash_4
-    compare(attend, window, scale)
-    compare(torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False), window, scale)
+    tables, attend, reference = None, attend_flash_4, attend_math
+    if kind != "apart":
+        if kind != "joined":
+            shape = (2, 1, 12, 6) if kind == "turned apart" else (12, 6)  # of the samples, or of all
+            angles = torch.rand(shape, generator=torch.Generator().manual_seed(4)) * 6
+            tables = 1.1 * angles.cos(), 1.1 * angles.sin(), window is None
+        attend, reference = partial(attend_joined, tables=tables), partial(attend_turned, tables=tables)
+    compare(attend, window, scale, reference)
+    torch.compiler.reset()
+    compare(torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False), window, scale, reference)
 
 
-def attend_joined(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    return attend_flash_4_joined(torch.cat([part.transpose(1, 2) for part in (q, k, v)], dim=2), 2, **options)
+def attend_joined(q: Tensor, k: Tensor, v: Tensor, *, tables: Any, **options: Any) -> Tensor:
+    return attend_flash_4_joined(torch.cat([part.transpose(1, 2) for part in (q, k, v)], dim=2), 2, tables, **options)
 
 
-def compare(attend: Any, window: int | None, scale: float | None) -> None:
+def attend_turned(q: Tensor, k: Tensor, v: Tensor, *, tables: Any, **options: Any) -> Tensor:
+    if tables is not None:
+        q, k = rotate_both(q, k, Rotary(*tables))
+    return attend_math(q, k, v, **options)
+
+
+def compare(attend: Any, window: int | None, scale: float | None, reference: Any = attend_math) -> None:
     """Result and gradients of an entry against attention written out."""
     outcomes = []
-    for function in (attend_math, attend):
+    for function in (reference, attend):
         q, k, v = make_heads()
         y = function(q, k, v, dropout=0.0, window=window, scale=scale)
         outcomes.append([y, *torch.autograd.grad(y, (q, k, v), torch.linspace(-1, 1, y.numel()).view_as(y))])

@@ -42,8 +42,11 @@ class Attention(nn.Module):
         """`[b, s, h]` to `[b, s, h]`; where ranks divide tokens, their own before and behind, all between."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # [b, s, n + 2g, d]
         rotary, documents = (None, None) if context is None else (context.rotary, context.documents)
-        if self.joined is not None and self.q_norm is None and rotary is None and documents is None:
-            return self.mix(heads)
+        is_plain = self.q_norm is None and documents is None and (rotary is None or self.turn is rotate_both)
+        if self.joined is not None and is_plain:
+            tables = None if rotary is None else (rotary.cos, rotary.sin, rotary.is_interleaved)
+            y = self.joined(heads, self.num_kv_heads, tables, dropout=self._dropout_now(), **self.options)
+            return self.proj(y.transpose(1, 2).flatten(2))
         g = self.num_kv_heads
         q, k, v = heads.transpose(1, 2).split([heads.shape[2] - 2 * g, g, g], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
@@ -52,20 +55,14 @@ class Attention(nn.Module):
             q, k = self.turn(q, k, rotary)
         return self.mix(q, k, v, documents)
 
-    def mix(
-        self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None, documents: DocumentMask | None = None
-    ) -> Tensor:
-        """The core and the last product, to `[b, s, h]`: of queries `[b, n, s, d]`, keys and values `[b, g, s, d]`, or
-        in place of the three of all heads as they lie side by side, `[b, s, n + 2g, d]`.
-        """
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, documents: DocumentMask | None = None) -> Tensor:
+        """The core and the last product: queries `[b, n, s, d]`, keys and values `[b, g, s, d]` to `[b, s, h]`."""
         options = self.options if documents is None else self.options | {"documents": documents}
-        options = {"dropout": self.dropout if self.training else 0.0, **options}
-        if k is None:
-            assert self.joined is not None, "asked before"
-            y = self.joined(q, self.num_kv_heads, **options)  # [b, n, s, d]
-        else:
-            y = self.core(q, k, v, **options)
+        y = self.core(q, k, v, dropout=self._dropout_now(), **options)  # [b, n, s, d]
         return self.proj(y.transpose(1, 2).flatten(2))
+
+    def _dropout_now(self) -> float:
+        return self.dropout if self.training else 0.0
 
 
 class LatentAttention(nn.Module):

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.ops.rotation import rotate_pairs
 
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0  # turns within the original length below which all, above which nothing, stretches
 _YARN_FAST, _YARN_SLOW = 32.0, 1.0  # the same two bounds in YaRN's paper
@@ -92,41 +92,9 @@ def _yarn_kept(r: int, base: float, original: int) -> Tensor:
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Turn the first r channels of queries or keys `[b, n, s, d]` by their positions; computed in fp32."""
-    turned: Tensor = _Rotation.apply(x, rotary.cos, rotary.sin, rotary.is_interleaved)
-    return turned
+    return rotate_pairs(x, rotary.cos, rotary.sin, is_interleaved=rotary.is_interleaved)
 
 
 def rotate_both(q: Tensor, k: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
     """Queries and keys, turned."""
     return rotate(q, rotary), rotate(k, rotary)
-
-
-class _Rotation(torch.autograd.Function):
-    """Gradients are turned back by the same angles: 12.5 ms of a step of Llama 1.3B on an H200, where what autograd
-    derives from slices and concatenations took 26.5. Both channels of a pair in one expression, so that a compiler can
-    join rotation and the gradient of the projection's result, were slower (39 ms for 24.6 of two kernels).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.is_interleaved = is_interleaved
-        return _rotate(x, cos, sin, is_interleaved)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin, ctx.is_interleaved), None, None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
-    r = 2 * cos.shape[-1]
-    turned, rest = x[..., :r], x[..., r:]
-    wide = turned.to(torch.promote_types(x.dtype, torch.float32))
-    if is_interleaved:
-        first, second = wide[..., 0::2], wide[..., 1::2]
-    else:
-        first, second = wide[..., : r // 2], wide[..., r // 2 :]
-    parts = (first * cos - second * sin, second * cos + first * sin)
-    out = torch.stack(parts, -1).flatten(-2) if is_interleaved else torch.cat(parts, -1)
-    return torch.cat([out.to(x.dtype), rest], -1) if rest.shape[-1] else out.to(x.dtype)

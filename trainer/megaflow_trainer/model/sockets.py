@@ -22,6 +22,6 @@ class Sockets:
     linear: Callable[..., nn.Module] = Linear
     attention: Callable[..., Tensor] = attend_sdpa
     joined: Callable[..., Tensor] | None = None
-    """The same of heads side by side, `[b, s, n + 2 g, d]` and g, where the core has it (`ops.registry.Entry`)."""
+    """The same of heads side by side, where the core has it (`ops.registry.Entry`)."""
     product: Product = LOOP
     loss: Callable[..., Tensor] = linear_cross_entropy

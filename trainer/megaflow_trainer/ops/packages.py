@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from megaflow.errors import first_line
 
@@ -45,6 +49,29 @@ class Package:
         except PackageError as error:
             return str(error)
         return None
+
+
+_MET: set[object] = set()
+"""Calls of packages that have been made: a first one compiles, and may warn."""
+
+
+@contextmanager
+def refusing(package: Package, *tensors: Tensor) -> Iterator[None]:
+    """Packages refuse shapes by assertions, ValueErrors or kinds of their own, torch's kernels by a RuntimeError: so do
+    they here. One that is a RuntimeError already (out of memory) stays what it is. What they warn of, such as names
+    that their own parts are to give up, when they compile for a shape, is not for who trains with them.
+    """
+    call = (package, *((x.shape, x.stride(), x.dtype) for x in tensors))
+    try:
+        with nullcontext() if call in _MET else warnings.catch_warnings():  # which makes others be said again
+            if call not in _MET:
+                warnings.simplefilter("ignore")
+            yield
+        _MET.add(call)
+    except RuntimeError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"{package.name}: {type(error).__name__}: {first_line(error)}") from error
 
 
 @functools.cache

@@ -33,7 +33,7 @@ class Entry:
     name: str
     function: Callable[..., torch.Tensor]
     joined: Callable[..., torch.Tensor] | None = None
-    """Attention of heads that lie side by side, `[b, s, n + 2 g, d]` and g, with the gradient in one tensor."""
+    """Attention of heads that lie side by side, whose gradient is one tensor: as `flash_4.attend_flash_4_joined`."""
     obstacle: Callable[[Need], str | None] = lambda need: None
     is_timed: bool = True
     package: str | None = None

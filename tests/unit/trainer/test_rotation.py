@@ -1,0 +1,89 @@
+"""Gradients of rotated heads that lie among others, by the kernel in Triton's interpreter; on a GPU it is in
+test_fused_gpu.py. Rotation itself is in test_shapes.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.interpreting import interpret
+from helpers.turned_heads import DTYPES, SHAPES, list_cases
+from megaflow_trainer.ops import rotation
+from megaflow_trainer.ops.rotation import put_beside_heads, rotate_pairs, turn_back_, turn_back_plainly
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+CPU = torch.device("cpu")
+
+
+def test_turning_back_is_the_gradient_of_the_rotation() -> None:
+    for name, heads, num_turned, cos, sin, is_interleaved in list_cases(CPU):
+        x = torch.zeros_like(heads[:, :, :num_turned]).requires_grad_()
+        tables = put_beside_heads(cos), put_beside_heads(sin)
+        rotate_pairs(x, *tables, is_interleaved=is_interleaved).backward(heads[:, :, :num_turned])
+        rest = heads[:, :, num_turned:].clone()
+        turn_back_(heads, num_turned, cos, sin, is_interleaved=is_interleaved)
+        assert x.grad is not None
+        assert torch.equal(heads[:, :, :num_turned], x.grad), name
+        assert torch.equal(heads[:, :, num_turned:], rest), name
+
+
+@needs_triton
+def test_the_kernel_is_plain_torch_in_the_interpreter(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    found = interpret("turned_heads.py", path, str(path))
+    assert len(found) == len(DTYPES) * len(SHAPES) * 4
+    for name, difference in found.items():
+        assert difference <= 1.01, name
+
+
+@needs_triton
+@pytest.mark.parametrize("fault", ["none", "angles", "pairs", "heads"])
+def test_a_kernel_whose_results_are_wrong_is_left_alone_in_words(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(heads: Tensor, num_turned: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> None:
+        sin = -sin if fault == "angles" else sin
+        count = num_turned - 1 if fault == "heads" else num_turned
+        turn_back_plainly(heads, count, cos, sin, is_interleaved=is_interleaved and fault != "pairs")
+
+    monkeypatch.setitem(sys.modules, "megaflow_trainer.ops.rotation_kernel", SimpleNamespace(turn_heads_back=run))
+    for dtype in DTYPES:
+        if fault == "none":
+            assert rotation._find_kernel.__wrapped__(CPU, dtype) is run
+            continue
+        with pytest.warns(UserWarning, match=f"more passes than one, since .* gives wrong gradients in {dtype}"):
+            assert rotation._find_kernel.__wrapped__(CPU, dtype) is None
+
+
+def test_where_no_kernel_can_be_made_plain_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megaflow_trainer.ops.rotation_kernel", None)
+    with pytest.warns(UserWarning, match="since a kernel could not be made: ModuleNotFoundError"):
+        assert rotation._find_kernel.__wrapped__(CPU, torch.float32) is None
+
+
+@needs_triton
+def test_accesses_are_wide() -> None:
+    """As a Hopper GPU runs it, for the heads of Llama 1.3B in bf16: 16 bytes at once, read and written."""
+    compiler = pytest.importorskip("triton.backends.compiler")
+    import triton
+    from triton.compiler import ASTSource
+
+    from megaflow_trainer.ops.rotation_kernel import TILE, turn_token
+
+    given = {"heads": "*bf16", "cos": "*fp32", "sin": "*fp32", "num_rows": "i32"}
+    constants = {"PAIRS": 32 * 64, "STEP": 48 * 128, "WIDTH": 128, "HALF": 64, "IS_INTERLEAVED": False}
+    constants |= {"BLOCK": TILE[0]}
+    attributes = {(place,): [["tt.divisibility", 16]] for place in range(4)}
+    source = ASTSource(
+        turn_token, given | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs=attributes
+    )
+    made = triton.compile(source, target=compiler.GPUTarget("cuda", 90, 32), options={"num_warps": TILE[1]})
+    assert TILE[0] == 32 * TILE[1] * 8
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", made.asm["ptx"])) == 2 + 4  # and cosines and sines in fp32
+    assert len(re.findall(r"st\.global\S*\.v4\.b32", made.asm["ptx"])) == 2
