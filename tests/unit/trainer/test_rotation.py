@@ -31,7 +31,7 @@ def test_turning_back_is_the_gradient_of_the_rotation() -> None:
         rest = heads[:, :, num_turned:].clone()
         turn_back_(heads, num_turned, cos, sin, is_interleaved=is_interleaved)
         assert x.grad is not None
-        assert torch.equal(heads[:, :, :num_turned], x.grad), name
+        torch.testing.assert_close(heads[:, :, :num_turned], x.grad, rtol=0, atol=0, equal_nan=True, msg=name)
         assert torch.equal(heads[:, :, num_turned:], rest), name
 
 
