@@ -50,7 +50,12 @@ GRADIENTS = {"hybrid": E5M2, "e4m3": E4M3}
 """The dtype of gradients by the kind of format."""
 SMALLEST = 1e-12
 """What the largest value of a tensor is taken for if that is smaller."""
-_FIRST_ACTIVATION, _FIRST_GRADIENT = 16.0, 1.0
+_FIRST_ACTIVATION = 64.0
+_FIRST_GRADIENT = {E5M2: 1024.0, E4M3: 64.0}
+"""What delayed units take activations and gradients to reach before any is known. Gradients are those of sums over
+tokens, and norms of small inputs, as embeddings are at first, widen them: in models of 16 layers they pass 1, and what
+is cut off there loses a third of them. Too wide costs less: values that are a thousandth of it keep their bits.
+"""
 
 
 def find_unit(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Tensor:
@@ -221,13 +226,14 @@ class RowwiseProduct(Product):
 class DelayedProduct(Product):
     """Units that are set from outside; what each tensor reaches meanwhile is kept where gradients are wanted.
 
-    Nothing is known before the first step: activations are taken to reach 16 and gradients 1, and the format's range
-    forgives that. The weight's own unit is set by whoever gives the layer its weight.
+    Nothing is known before the first step: what activations and gradients reach is taken to be wide, which the range of
+    the formats forgives. The weight's own unit is set by whoever gives the layer its weight.
     """
 
     def __init__(self, kind: str, device: torch.device) -> None:
         self.grad_dtype = GRADIENTS[kind]
-        firsts = (_FIRST_ACTIVATION / self.limits[0], 1 / self.limits[1], _FIRST_GRADIENT / self.limits[2])
+        reached = _FIRST_ACTIVATION, 1.0, _FIRST_GRADIENT[self.grad_dtype]
+        firsts = (most / limit for most, limit in zip(reached, self.limits, strict=True))
         self.unit_x, self.unit_w, self.unit_g = (torch.tensor(first, device=device) for first in firsts)
         self.largest_x, self.largest_w, self.largest_g = (torch.zeros((), device=device) for _ in range(3))
 
