@@ -16,7 +16,9 @@ from helpers.runs import one_rank
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.sections import TrainConfig
+from megaflow_trainer.model.rope import Rotary, rotate_both
 from megaflow_trainer.ops.attention import ATTENTION, attend_math, attend_sdpa
+from megaflow_trainer.ops.attention_packages import PACKAGES
 from megaflow_trainer.ops.attention_timing import (
     AttentionShape,
     Choice,
@@ -145,7 +147,7 @@ def race(monkeypatch: pytest.MonkeyPatch, times: dict[str, float | None]) -> lis
     return shapes
 
 
-def make_bent(place: str, bend: float, *, is_joined: bool) -> Entry:
+def make_bent(place: str, bend: float) -> Entry:
     """An entry of a package whose result or one gradient alone is so much too large, or not a number."""
 
     class Bend(torch.autograd.Function):
@@ -162,26 +164,18 @@ def make_bent(place: str, bend: float, *, is_joined: bool) -> Entry:
         y = attend_math(*bent, **options)
         return y + (y * bend).detach() if place == "result" else y
 
-    def attend_joined(heads: torch.Tensor, groups: int, **options: Any) -> torch.Tensor:
-        sizes = [heads.shape[2] - 2 * groups, groups, groups]
-        return attend(*heads.transpose(1, 2).split(sizes, dim=1), **options)
-
-    plain = Entry(name="flash_attn_4", function=attend, package="flash-attn-4")
-    return dataclasses.replace(plain, function=attend_math, joined=attend_joined) if is_joined else plain
+    return Entry(name="flash_attn_4", function=attend, package="flash-attn-4")
 
 
-@pytest.mark.parametrize("is_joined", [False, True])
 @pytest.mark.parametrize("way", ["auto", "flash_attn_4", "flash_attn_4 --no-attention-timing"])
 @pytest.mark.parametrize("place", ["result", "dq", "dk", "dv"])
 @pytest.mark.parametrize("bend", [0.045, 0.055, 0.28, math.nan, math.inf])
 def test_the_result_and_each_gradient_must_be_torchs(
-    monkeypatch: pytest.MonkeyPatch, place: str, bend: float, way: str, is_joined: bool
+    monkeypatch: pytest.MonkeyPatch, place: str, bend: float, way: str
 ) -> None:
-    """Whichever is wrong alone, within the tolerance of 0.05 and not beyond; also if only heads side by side are."""
+    """Whichever is wrong alone, within the tolerance of 0.05 and not beyond."""
     race(monkeypatch, {"sdpa": 2.0, "flash": 1.9, "flash_attn_4": 0.1})
-    monkeypatch.setattr(
-        kernels_module, "ATTENTION", (*kernels_module.ATTENTION, make_bent(place, bend, is_joined=is_joined))
-    )
+    monkeypatch.setattr(kernels_module, "ATTENTION", (*kernels_module.ATTENTION, make_bent(place, bend)))
     config = configure(f"--num-query-groups 8 --attention-backend {way}")
     if bend < 0.05:
         assert kernels_module.choose_attention(config, GPU, NEED).name == "flash_attn_4"
@@ -190,6 +184,57 @@ def test_the_result_and_each_gradient_must_be_torchs(
     else:
         with pytest.raises(ConfigError, match="gives other results than torch's on this GPU"):
             kernels_module.choose_attention(config, GPU, NEED)
+
+
+@pytest.mark.parametrize("flags", ["", "--position-embedding-type learned_absolute"])
+@pytest.mark.parametrize("place", ["result", "dq", "dk", "dv"])
+@pytest.mark.parametrize("bend", [0.045, 0.055, math.nan, None])
+def test_heads_side_by_side_must_give_what_three_tensors_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str, bend: float | None, flags: str
+) -> None:
+    """Otherwise, or where they are refused, the kernel serves without it."""
+    bent = make_bent(place, bend or 0.0).function
+
+    def joined(heads: torch.Tensor, groups: int, tables: Any, **options: Any) -> torch.Tensor:
+        assert bend is not None, "a stride"
+        q, k, v = heads.transpose(1, 2).split([heads.shape[2] - 2 * groups, groups, groups], dim=1)
+        assert (tables is None) == (flags != "")
+        if tables is not None:
+            q, k = rotate_both(q, k, Rotary(*tables))
+        return bent(q, k, v, **options)
+
+    race(monkeypatch, {"sdpa": 2.0, "flash": 1.9, "flash_attn_4": 0.1})
+    entry = dataclasses.replace(make_bent("result", 0.0), joined=joined)
+    monkeypatch.setattr(kernels_module, "ATTENTION", (*kernels_module.ATTENTION, entry))
+    found = kernels_module.choose_attention(configure(f"--num-query-groups 8 {flags}"), GPU, NEED)
+    assert found.name == "flash_attn_4"
+    assert (found.joined is not None) == (bend == 0.045)
+    told = "they differ from those of three by" in capsys.readouterr().out
+    assert told == (bend != 0.045)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("--qk-layernorm", 1),
+        ("--position-embedding-type rope --rotary-kernel liger", 1),
+        ("--context-parallel-size 2 --cp-comm-type a2a", 2),
+        ("--reset-attention-mask", 1),
+        ("--recompute-granularity selective --recompute-modules attention_core", 1),
+    ],
+)
+def test_where_something_comes_between_heads_are_not_handed_over_side_by_side(
+    flags: str, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(f"--num-query-groups 8 {flags}", world_size)
+    assert not kernels_module.can_join(config)
+    entry = dataclasses.replace(make_bent("result", 0.0), joined=lambda *_, **__: pytest.fail("not to be asked"))
+    monkeypatch.setattr(kernels_module, "choose_core", lambda *_: entry)
+    assert kernels_module.choose_attention(config, GPU, NEED).joined is None
+
+
+def test_flash_attn_4_takes_heads_side_by_side() -> None:
+    assert [entry.name for entry in PACKAGES if entry.joined is not None] == ["flash_attn_4"]
 
 
 def test_what_is_not_finite_differs_without_bound_and_nothing_does_not() -> None:

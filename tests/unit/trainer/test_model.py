@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,11 +14,15 @@ import torch.nn.functional as F
 from helpers.runs import one_rank
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.sections import ModelConfig
+from megaflow_trainer.model import init
+from megaflow_trainer.model.attention import Attention
+from megaflow_trainer.model.context import Context
 from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
-from megaflow_trainer.model.rope import Rotary, rotate_both
+from megaflow_trainer.model.rope import Rotary, make_rotary, rotate_both
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import ATTENTION, attend_math, attend_sdpa
+from megaflow_trainer.ops.attention_mask import DocumentMask
 from megaflow_trainer.ops.registry import Need, choose
 from megaflow_trainer.parallel.data import MainGradients
 
@@ -122,12 +128,26 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     assert not torch.equal(first["embedding.weight"], make_model(seed=2).state_dict()["embedding.weight"])
 
 
-def test_initial_weights_do_not_depend_on_how_many_are_drawn_at_a_time() -> None:
+def test_initial_weights_do_not_depend_on_how_many_are_drawn_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(num_layers=3, num_experts=2, router_top_k=1)
     alone, together = (build_gpt(config, Sockets(), device=CPU, dtype=torch.bfloat16) for _ in range(2))
     random = torch.get_rng_state()
     init_weights(alone, config, seed=1)
-    init_weights(together, config, seed=1, threads=8)
+    seen: set[int] = set()
+    draw = init._draw
+
+    def see(*given: Any) -> torch.Tensor:
+        seen.add(threading.get_ident())
+        time.sleep(0.01)
+        return draw(*given)
+
+    monkeypatch.setattr(init, "_draw", see)
+    init_weights(together, config, seed=1, threads=4)
+    assert len(seen) == 4
+    monkeypatch.setattr(init, "_HELD_BYTES", 2 * 4 * 128 * 32 + 1)  # two matrices of experts
+    seen.clear()
+    init_weights(together, config, seed=1, threads=4)
+    assert len(seen) == 2
     for (name, one), other in zip(alone.named_parameters(), together.parameters(), strict=True):
         assert torch.equal(one, other), name
         assert other.requires_grad
@@ -200,6 +220,21 @@ def test_heads_side_by_side_go_to_a_core_that_takes_them(shape: dict[str, object
         assert torch.equal(one, other)
     groups = config.kv_heads
     assert seen == ([(2, 16, 4 + 2 * groups, 8, groups)] * 2 if is_used else [])
+
+
+def test_heads_side_by_side_are_not_handed_over_where_documents_are_apart_or_others_turn_them() -> None:
+    joined = lambda *_, **__: pytest.fail("it knows neither")  # noqa: E731
+    rotary = make_rotary(make_config(position_kind="rope"), torch.arange(16), CPU)
+    x, apart = torch.randn(2, 16, 32), DocumentMask(torch.arange(16).div(5, rounding_mode="floor").expand(2, 16))
+    for name in ("documents", "turn"):
+        layers = [Attention(make_config(), sockets) for sockets in (Sockets(), Sockets(joined=joined))]
+        layers[1].load_state_dict(layers[0].state_dict())
+        documents, found = apart if name == "documents" else None, []
+        for layer in layers:
+            if name == "turn":
+                layer.turn = lambda q, k, rotary: (-q, -k)
+            found.append(layer(x, Context(torch.arange(16), rotary, None, documents)))
+        assert torch.equal(*found)
 
 
 def test_auto_takes_the_first_entry_that_can_run() -> None:

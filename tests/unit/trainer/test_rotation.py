@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -53,18 +54,44 @@ def test_a_kernel_whose_results_are_wrong_is_left_alone_in_words(fault: str, mon
         turn_back_plainly(heads, count, cos, sin, is_interleaved=is_interleaved and fault != "pairs")
 
     monkeypatch.setitem(sys.modules, "megaflow_trainer.ops.rotation_kernel", SimpleNamespace(turn_heads_back=run))
+    find = rotation._find_kernel.__wrapped__
     for dtype in DTYPES:
-        if fault == "none":
-            assert rotation._find_kernel.__wrapped__(CPU, dtype) is run
-            continue
-        with pytest.warns(UserWarning, match=f"more passes than one, since .* gives wrong gradients in {dtype}"):
-            assert rotation._find_kernel.__wrapped__(CPU, dtype) is None
+        for is_interleaved in (False, True):
+            if fault == "none" or (fault == "pairs" and not is_interleaved):
+                assert find(CPU, dtype, (5, 6, 24, 4, 8), is_interleaved) is run
+                continue
+            with pytest.warns(UserWarning, match=f"more passes than one, since .* gives wrong gradients in {dtype}"):
+                assert find(CPU, dtype, (5, 6, 24, 4, 8), is_interleaved) is None
 
 
 def test_where_no_kernel_can_be_made_plain_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megaflow_trainer.ops.rotation_kernel", None)
     with pytest.warns(UserWarning, match="since a kernel could not be made: ModuleNotFoundError"):
-        assert rotation._find_kernel.__wrapped__(CPU, torch.float32) is None
+        assert rotation._find_kernel.__wrapped__(CPU, torch.float32, (5, 6, 24, 4, 8), False) is None
+
+
+@pytest.mark.parametrize("rows, kind", [(1, 1), (48, 16), (40, 5)])
+def test_each_form_of_the_kernel_is_compared_and_then_used(
+    rows: int, kind: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton makes a kernel for each width and number of heads, and for rows of the tables that are 1 or of 16s."""
+    asked: list[Any] = []
+    used: list[Any] = []
+
+    def find(*given: Any) -> Any:
+        asked.append(given)
+        return lambda *heads, **options: used.append(heads)
+
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(rotation, "_find_kernel", find)
+    heads = torch.zeros(2, rows, 6, 24, dtype=torch.bfloat16).as_subclass(OnGpu)
+    cos, sin = torch.ones(8, rows).t(), torch.ones(rows, 8)
+    turn_back_(heads, 4, cos, sin, is_interleaved=True)
+    assert asked == [(heads.device, torch.bfloat16, (kind, 6, 24, 4, 8), True)]
+    assert len(used) == 1
+    assert all(table.is_contiguous() for table in used[0][2:])
 
 
 @needs_triton

@@ -334,7 +334,10 @@ LEGACY: tuple[LegacyFlag, ...] = (
     LegacyFlag("--moe-router-dtype", "routers always compute in fp32, with weights in fp32", takes_value=True),
     LegacyFlag("--fp8-interval", "scales of fp8 follow in every step", takes_value=True),
     LegacyFlag("--te-rng-tracker", "random numbers follow from seed, step and place; there is no tracker to choose"),
-    LegacyFlag("--no-rope-fusion", "there is no hand-fused rotation to turn off; --rotary-kernel chooses one"),
+    LegacyFlag(
+        "--no-rope-fusion",
+        "rotation is compiled with what stands beside it, and cannot be turned off; --rotary-kernel chooses another",
+    ),
     LegacyFlag("--no-bias-swiglu-fusion", "there is no hand-fused SwiGLU to turn off; --gate-kernel chooses one"),
     LegacyFlag("--no-persist-layer-norm", "there is no persistent norm to turn off; --norm-kernel chooses one"),
     LegacyFlag("--cross-entropy-loss-fusion", "the loss is fused by itself on GPUs; --loss-kernel chooses another"),

@@ -18,6 +18,8 @@ from megaflow_trainer.model.norm import NORMS
 
 _OUTPUTS = ("attention.proj.weight", "mlp.down.weight", "experts.down.weight", "shared.down.weight")
 """Weights that write into the residual stream."""
+_HELD_BYTES = 8 << 30
+"""What weights may take that are drawn at a time and not yet where they belong."""
 
 
 class Rows(Protocol):
@@ -59,7 +61,8 @@ def init_weights(
     N(0, std / sqrt(2 L)). Under mu-P the std of matrices inside the blocks falls with the root of the width's growth.
 
     A weight of which this rank holds a part is drawn in full and the part is taken, as many weights at a time as there
-    are threads; the matrices of experts are drawn expert by expert, those that this rank holds something of.
+    are threads, fewer where 8 GiB do not hold them; the matrices of experts are drawn expert by expert, those that this
+    rank holds something of.
     """
     stacked = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, ExpertWeight)}
     norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, NORMS)}
@@ -77,10 +80,17 @@ def init_weights(
             full = _draw(weight.shape if part is None else part.shape, choose_std(name, config), name, seed)
             weight.copy_(full if part is None else part.take(full))
 
+    def count_drawn(name: str, weight: Tensor) -> int:
+        if name in stacked:
+            return config.expert_width * weight.shape[1]
+        return math.prod(parts[name].shape if name in parts else weight.shape)
+
     for buffer in model.buffers():  # the biases of routers
         buffer.zero_()
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(fill, *zip(*model.named_parameters(), strict=True)):
+    named = list(model.named_parameters())
+    largest = max((4 * count_drawn(name, weight) for name, weight in named), default=1)
+    with ThreadPoolExecutor(max(1, min(threads, _HELD_BYTES // largest))) as pool:
+        for _ in pool.map(lambda pair: fill(*pair), named):
             pass
 
 

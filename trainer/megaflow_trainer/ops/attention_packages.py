@@ -2,6 +2,8 @@
 
 They lie behind the same function as torch's kernels. flash-attn 4 (`flash_4.py`) can be part of a compiled graph, the
 others run outside of it.
+
+Legend: b micro-batch, n query heads, g key/value heads, s sequence, d and e head dims.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 
 from megaflow.errors import first_line
 from megaflow_trainer.ops.registry import Entry, Need
+from megaflow_trainer.ops.rotation import rotate_pairs
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -107,8 +108,7 @@ def find_refusal(entry: Entry, shape: AttentionShape, need: Need) -> str | None:
 
 
 def find_error(entry: Entry, reference: Entry, shape: AttentionShape, need: Need) -> float | None:
-    """How far result and gradients of one sample are from those of the reference, as `measure_difference` says; those
-    of heads side by side too, where the entry takes them.
+    """How far result and gradients of one sample are from those of the reference, as `measure_difference` says.
 
     Infinite if the entry does not compute it; None if the reference does not: there is nothing to compare with. Dropout
     must be 0.
@@ -120,12 +120,38 @@ def find_error(entry: Entry, reference: Entry, shape: AttentionShape, need: Need
     except _list_refusals(reference):
         return None
     try:
-        found = [_run(entry, (q, k, v), grad, small)]
-        if entry.joined is not None and shape.d == shape.e:
-            found.append(_run_joined(entry.joined, (q, k, v), grad, small))
+        found = _run(entry, (q, k, v), grad, small)
     except _list_refusals(entry):
         return math.inf
-    return max(measure_difference(one, wanted) for one in found)
+    return measure_difference(found, wanted)
+
+
+def find_joined_error(entry: Entry, shape: AttentionShape, need: Need, *, is_turned: bool) -> float:
+    """How far result and gradient of heads side by side are from those of the same entry of three tensors, in one
+    sample; infinite if the entry does not compute it. Dropout must be 0.
+    """
+    assert entry.joined is not None, "asked before"
+    small, tables = replace(shape, b=1), None
+    q, k, v, grad = _draw(small, need)
+    if is_turned:
+        steps = torch.arange(shape.s * (shape.d // 2), device=need.device).view(shape.s, -1)
+        tables = (steps * 0.37).cos(), (steps * 0.37).sin(), False
+    heads = (
+        torch.cat([part.transpose(1, 2) for part in (q, k, v)], dim=2).detach().requires_grad_()
+    )  # [b, s, n + 2 g, d]
+    if tables is None:
+        wanted = _run(entry, (q, k, v), grad, small)
+    else:
+        turned = (rotate_pairs(x, *tables[:2], is_interleaved=False) for x in (q, k))
+        y = entry.function(*turned, v, dropout=0.0, **shape.options)
+        wanted = y.detach(), *torch.autograd.grad(y, (q, k, v), grad)
+    try:
+        y = entry.joined(heads, shape.g, tables, dropout=0.0, **shape.options)
+        (found,) = torch.autograd.grad(y, heads, grad)
+    except _list_refusals(entry):
+        return math.inf
+    sizes = [shape.n, shape.g, shape.g]
+    return measure_difference((y.detach(), *found.transpose(1, 2).split(sizes, dim=1)), wanted)
 
 
 def measure_difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
@@ -153,15 +179,6 @@ def _list_refusals(entry: Entry) -> type[Exception]:
 def _run(entry: Entry, inputs: Inputs, grad: torch.Tensor, shape: AttentionShape) -> tuple[torch.Tensor, ...]:
     y = entry.function(*inputs, dropout=shape.dropout, **shape.options)
     return y.detach(), *torch.autograd.grad(y, inputs, grad)
-
-
-def _run_joined(
-    joined: Callable[..., torch.Tensor], inputs: Inputs, grad: torch.Tensor, shape: AttentionShape
-) -> tuple[torch.Tensor, ...]:
-    heads = torch.cat([part.transpose(1, 2) for part in inputs], dim=2).detach().requires_grad_()  # [b, s, n + 2 g, d]
-    y = joined(heads, shape.g, dropout=shape.dropout, **shape.options)
-    (found,) = torch.autograd.grad(y, heads, grad)
-    return y.detach(), *found.transpose(1, 2).split([shape.n, shape.g, shape.g], dim=1)
 
 
 def _draw(shape: AttentionShape, need: Need) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -41,7 +41,7 @@ def attend_flash_4_joined(
     """The same of queries, keys and values that lie side by side, as one product makes them.
 
     Args:
-        heads: all queries, all keys and all values, `[b, s, n + 2 g, d]` without gaps.
+        heads: all queries, all keys and all values, `[b, s, n + 2 g, d]`.
         groups: g.
         tables: cosines and sines by which queries and keys are turned before, `[s, r/2]` or `[b, 1, s, r/2]` fp32, and
             whether the channels of a pair are neighbours.
@@ -144,52 +144,48 @@ class _Joined(torch.autograd.Function):
         scale: float,
         left: int,
     ) -> Tensor:
-        q, k, v = _split(heads, groups)
-        turned: tuple[Tensor, ...] = ()
-        if cos is not None and sin is not None:
-            beside = put_beside_heads(cos), put_beside_heads(sin)
+        q, k, v = heads.split([heads.shape[2] - 2 * groups, groups, groups], dim=2)
+        tables = () if cos is None or sin is None else (cos, sin)
+        if tables:
+            beside = [put_beside_heads(table) for table in tables]
             q, k = (turn(x, *beside, is_interleaved=is_interleaved) for x in (q, k))
-            turned = q, k, cos, sin
         out, lse = flash_4(q, k, v, scale, left)
-        ctx.save_for_backward(heads, out, lse, *turned)
-        ctx.is_interleaved, ctx.groups, ctx.scale, ctx.left = is_interleaved, groups, scale, left
+        ctx.save_for_backward(q, k, v, out, lse, *tables)
+        ctx.is_interleaved, ctx.scale, ctx.left = is_interleaved, scale, left
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept = list(ctx.saved_tensors)
-        made = flash_4_joined_backward(grad, kept, ctx.is_interleaved, ctx.groups, ctx.scale, ctx.left)
+        made = flash_4_joined_backward(grad, list(ctx.saved_tensors), ctx.is_interleaved, ctx.scale, ctx.left)
         return made, None, None, None, None, None, None
 
 
-def _split(heads: Tensor, groups: int) -> tuple[Tensor, ...]:
-    """Queries, keys and values of heads side by side."""
-    return heads.split([heads.shape[2] - 2 * groups, groups, groups], dim=2)
-
-
 @torch.library.custom_op("megaflow::flash_4_joined_backward", mutates_args=())
-def flash_4_joined_backward(
-    grad: Tensor, kept: list[Tensor], is_interleaved: bool, groups: int, scale: float, left: int
-) -> Tensor:
+def flash_4_joined_backward(grad: Tensor, kept: list[Tensor], is_interleaved: bool, scale: float, left: int) -> Tensor:
     """The gradient of heads side by side, `[b, s, n + 2 g, d]` without gaps.
 
     Args:
         grad: of the result, `[b, s, n, d]`.
-        kept: heads, the result and its logarithms; and if queries and keys were turned, these, cosines and sines.
+        kept: queries, keys and values as attention took them, its result and logarithms; and cosines and sines if
+            queries and keys were turned by them.
         is_interleaved: whether the channels of a pair are neighbours.
-        groups: g.
         scale: of scores.
         left: as in `flash_4`.
     """
-    heads, out, lse, *turned = kept
-    made = heads.new_empty(heads.shape)
-    parts = (*turned[:2], *_split(heads, groups)[len(turned[:2]) :])
-    _run_backward(grad, parts, _split(made, groups), out, lse, scale, left)
-    if turned:
-        turn_back_(made, heads.shape[2] - groups, *turned[2:], is_interleaved=is_interleaved)
+    q, k, v, out, lse, *tables = kept
+    made = _make_joined(q, k)
+    n, g = q.shape[2], k.shape[2]
+    _run_backward(grad, (q, k, v), made.split([n, g, g], dim=2), out, lse, scale, left)
+    if tables:
+        turn_back_(made, n + g, *tables, is_interleaved=is_interleaved)
     return made
 
 
 @flash_4_joined_backward.register_fake
-def _(grad: Tensor, kept: list[Tensor], is_interleaved: bool, groups: int, scale: float, left: int) -> Tensor:
-    return kept[0].new_empty(kept[0].shape)
+def _(grad: Tensor, kept: list[Tensor], is_interleaved: bool, scale: float, left: int) -> Tensor:
+    return _make_joined(kept[0], kept[1])
+
+
+def _make_joined(q: Tensor, k: Tensor) -> Tensor:
+    b, s, n, d = q.shape
+    return q.new_empty(b, s, n + 2 * k.shape[2], d)

@@ -76,9 +76,14 @@ def turn_back_(heads: Tensor, num_turned: int, cos: Tensor, sin: Tensor, *, is_i
         sin: the same shape.
         is_interleaved: as in `turn`.
     """
-    run = _find_kernel(heads.device, heads.dtype) if heads.is_cuda else None
-    tables = cos.contiguous(), sin.contiguous()
-    (run or turn_back_plainly)(heads, num_turned, *tables, is_interleaved=is_interleaved)
+    run, tables = turn_back_plainly, (cos.contiguous(), sin.contiguous())
+    if heads.is_cuda:
+        _, _, m, d = heads.shape
+        half = cos.shape[-1]
+        rows = cos.numel() // half
+        kind = rows if rows == 1 else 16 if rows % 16 == 0 else 5
+        run = _find_kernel(heads.device, heads.dtype, (kind, m, d, num_turned, half), is_interleaved) or run
+    run(heads, num_turned, *tables, is_interleaved=is_interleaved)
 
 
 def turn_back_plainly(heads: Tensor, num_turned: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> None:
@@ -88,13 +93,24 @@ def turn_back_plainly(heads: Tensor, num_turned: int, cos: Tensor, sin: Tensor, 
 
 
 @functools.cache
-def _find_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
-    """The kernel, compiled and compared with plain torch once for each dtype; None, and a warning, where it fails."""
+def _find_kernel(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], is_interleaved: bool
+) -> Callable[..., None] | None:
+    """The kernel, compiled and compared with plain torch once for each form that Triton makes of it; None, and a
+    warning, where it fails.
+
+    Args:
+        device: a GPU.
+        dtype: of the heads.
+        shape: rows of the tables, of which Triton sees whether it is 1 or a multiple of 16; heads, d, heads that are
+            turned, r/2.
+        is_interleaved: as in `turn`.
+    """
 
     def make() -> tuple[Callable[..., None], bool]:
         from megaflow_trainer.ops.rotation_kernel import turn_heads_back
 
-        return turn_heads_back, all(is_right(turn_heads_back, device, dtype, is_interleaved=i) for i in (False, True))
+        return turn_heads_back, is_right(turn_heads_back, device, dtype, shape, is_interleaved=is_interleaved)
 
     found, why = try_kernel(make)
     run, is_same = (None, True) if found is None else found
@@ -107,12 +123,15 @@ def _find_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., None
     return run
 
 
-def is_right(run: Callable[..., None], device: torch.device, dtype: torch.dtype, *, is_interleaved: bool) -> bool:
-    """Whether a kernel's results are within two units of the last place of those of plain torch."""
-    steps = torch.arange(2 * 5 * 7 * 24, device=device, dtype=torch.float32)
-    own = (3 * (steps * 0.37).sin()).view(2, 5, 7, 24).to(dtype)
-    angles = torch.outer(torch.arange(5, device=device), torch.arange(1, 9, device=device) * 0.11)  # [s, r/2]
+def is_right(
+    run: Callable[..., None], device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], *, is_interleaved: bool
+) -> bool:
+    """Whether a kernel's results are within two units of the last place of those of plain torch, for two samples."""
+    rows, m, d, num_turned, half = shape
+    steps = torch.arange(2 * rows * m * d, device=device, dtype=torch.float32)
+    own = (3 * (steps * 0.37).sin()).view(2, rows, m, d).to(dtype)
+    angles = torch.outer(torch.arange(1, rows + 1, device=device), torch.arange(1, half + 1, device=device) * 0.11)
     wanted, tables = own.clone(), (1.1 * angles.cos(), 1.1 * angles.sin())
-    run(own, 5, *tables, is_interleaved=is_interleaved)
-    turn_back_plainly(wanted, 5, *tables, is_interleaved=is_interleaved)
+    run(own, num_turned, *tables, is_interleaved=is_interleaved)
+    turn_back_plainly(wanted, num_turned, *tables, is_interleaved=is_interleaved)
     return torch.allclose(own.float(), wanted.float(), rtol=2 * torch.finfo(dtype).eps, atol=2e-6)

@@ -56,7 +56,6 @@ def share_context(model: nn.Module, mesh: Mesh, kind: str) -> None:
         core = getattr(module, "core", None)
         if core is not None:
             module.core = KINDS[kind](ranks, core)  # type: ignore[assignment]
-            module.joined = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Data parallelism and ZeRO: ranks with the same weights read other samples, and their gradients are added.
 
 Gradients. Backward leaves a gradient in the weight's dtype; a hook adds it to a flat buffer of main gradients (fp32)
-and frees it, so that accumulation over micro-batches is in fp32 whatever the weights are. The buffer is cut into
+and frees it (those of biases and norms together, at the end of a backward or before their bucket is sent), so that
+accumulation over micro-batches is in fp32 whatever the weights are. The buffer is cut into
 buckets in the order of backward. A bucket whose last gradient of the step has come is sent while backward goes on, the
 next one never before it, so that all ranks send in the same order.
 
@@ -129,21 +130,21 @@ class MainGradients:
         """Move the gradients of biases and norms into their buckets, a few kernels for all of them: each by itself is a
         launch for some thousand numbers.
         """
-        found, self.put_off = self.put_off, []
-        kept = [
-            (slot.view(self._open(bucket)), slot.weight.grad) for bucket, slot in found if slot.weight.grad is not None
-        ]
-        if not kept:
+        mains, grads = [], []
+        for bucket, slot in self.put_off:
+            grad, slot.weight.grad = slot.weight.grad, None
+            if grad is not None:  # else it was put off twice, and is a sum
+                mains.append(slot.view(self._open(bucket)).flatten())
+                grads.append(grad.flatten())
+        self.put_off.clear()
+        if not grads:
             return
-        mains, grads = ([x.flatten() for x in side] for side in zip(*kept, strict=True))
         if any(x.dtype != self.dtype for x in grads):  # adding in one pass wants one dtype
-            wide = torch.empty(sum(x.numel() for x in grads), dtype=self.dtype, device=self.device)
-            parts = list(wide.split([x.numel() for x in grads]))
-            torch._foreach_copy_(parts, grads)
-            grads = parts
+            sizes = [x.numel() for x in grads]
+            wide = list(torch.empty(sum(sizes), dtype=self.dtype, device=self.device).split(sizes))
+            torch._foreach_copy_(wide, grads)
+            grads = wide
         torch._foreach_add_(mains, grads)
-        for _, slot in found:
-            slot.weight.grad = None
 
     def _open(self, bucket: Bucket) -> Tensor:
         """A bucket's buffer, which ZeRO 2 has from the first gradient on."""

@@ -114,8 +114,6 @@ def _wrap_parts(block: nn.Module, names: Sequence[str], recomputed: Recomputer) 
             wrap(part, "forward")
         else:
             if core in names:
-                if half == "attention":
-                    part.joined = None  # type: ignore[assignment] # the core is wrapped where it takes three tensors
                 for owner in _list_cores(part):
                     wrap(owner, method)
             if f"{half}_norm" in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,11 +168,11 @@ def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
 
 
 def count_threads(mesh: Mesh) -> int:
-    """Threads that draw this rank's initial weights: its share of this host's processors, where each has a full weight
-    in fp32 at a time; at most 8.
-    """
-    ranks = torch.cuda.device_count() if mesh.device.type == "cuda" else mesh.world_size  # no more are on this host
-    return max(1, min(8, count_processors() // ranks))
+    """Threads that draw this rank's initial weights: its share of this host's processors, at most 8."""
+    own = count_processors()
+    if own == os.cpu_count():  # not bound to a share
+        own //= torch.cuda.device_count() if mesh.device.type == "cuda" else mesh.world_size
+    return max(1, min(8, own))
 
 
 def count_rows_per_expert(config: TrainConfig, layout: Layout) -> float:

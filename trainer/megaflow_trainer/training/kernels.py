@@ -9,6 +9,7 @@ import torch
 
 from megaflow.errors import ConfigError
 from megaflow_trainer.config.compiling import find_default_obstacle
+from megaflow_trainer.config.cost_table import choose_parts
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.model.attention import core_options
 from megaflow_trainer.ops.attention import ATTENTION
@@ -18,6 +19,7 @@ from megaflow_trainer.ops.attention_timing import (
     Choice,
     choose_by_time,
     find_error,
+    find_joined_error,
     find_refusal,
     time_attention,
 )
@@ -31,6 +33,42 @@ from megaflow_trainer.training.say import say
 
 
 def choose_attention(config: TrainConfig, mesh: Mesh, need: Need) -> Entry:
+    """The attention kernel, as `choose_core` takes it; of heads side by side only where that may be used and gives the
+    results of three tensors.
+
+    Raises:
+        ConfigError: if the one asked for cannot run here.
+    """
+    entry = choose_core(config, mesh, need)
+    if entry.joined is None:
+        return entry
+    model, shape = config.model, find_attention_shape(config)
+    if not can_join(config):
+        return dataclasses.replace(entry, joined=None)
+    is_turned = model.rotary_dim > 0
+    error = do_on_first(lambda: find_joined_error(entry, shape, need, is_turned=is_turned), mesh.world_group)
+    if error <= LARGEST_ERROR:
+        return entry
+    say(
+        mesh,
+        f" note: gradients of queries, keys and values are joined by a pass of its own: written as one tensor by "
+        f"{entry.package} they differ from those of three by {error:.2g} of the largest value",
+    )
+    return dataclasses.replace(entry, joined=None)
+
+
+def can_join(config: TrainConfig) -> bool:
+    """Whether the core of attention may be handed queries, keys and values as they lie side by side: one product makes
+    them, nothing but torch's rotation comes between, this rank has all tokens of its heads, and the core is not what is
+    computed again.
+    """
+    model = config.model
+    is_plain = not model.is_latent and not model.qk_norm and not model.resets_attention
+    is_again = any("attention_core" in parts for parts in choose_parts(config))
+    return is_plain and config.kernels.rotary == "torch" and config.parallel.cp == 1 and not is_again
+
+
+def choose_core(config: TrainConfig, mesh: Mesh, need: Need) -> Entry:
     """The attention kernel: the one asked for, or on GPUs the fastest by the first rank's clock, or the first usable.
 
     What ranks that share sequences compute by the kernel, if anything, is the core of some heads, and bounds between
