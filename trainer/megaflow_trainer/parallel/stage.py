@@ -43,6 +43,7 @@ class Stage(PipelineStage):
     ) -> None:
         super().__init__(Whole(chunk) if isinstance(chunk, FSDPModule) else chunk, number, **options)
         self.sweep, self.busy, self.traffic = sweep, busy, traffic
+        self.held: dict[int, list[Any]] = {}
 
     def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
         with self._without_memory():
@@ -105,15 +106,22 @@ class Stage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Backward of a micro-batch, or its part for the stage before."""
+        """Backward of a micro-batch, or its part for the stage before. Then the graph lives until the other part: torch
+        detaches results and holds the nodes that it goes on from, but those of Python's functions only as long as
+        something else does.
+        """
+        if not kwargs.get("full_backward", True):
+            outputs = self.fwd_cache[bwd_chunk_id][0]
+            self.held[bwd_chunk_id] = [x.view_as(x).grad_fn for x in outputs if x.requires_grad]
         with self.busy.measure():
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         _leave_memory(self.grad_recv_info.get(bwd_chunk_id, ()))
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """The part of backward that gives weights' gradients, for which autograd runs no hooks."""
         with self.busy.measure():
-            super().backward_weight_one_chunk(*args, **kwargs)
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            self.held.pop(bwd_chunk_id, None)
             self.sweep()
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
