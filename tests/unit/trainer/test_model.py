@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
@@ -25,6 +26,7 @@ from megaflow_trainer.ops.attention import ATTENTION, attend_math, attend_sdpa
 from megaflow_trainer.ops.attention_mask import DocumentMask
 from megaflow_trainer.ops.registry import Need, choose
 from megaflow_trainer.parallel.data import MainGradients
+from megaflow_trainer.training import build
 
 CPU = torch.device("cpu")
 
@@ -153,6 +155,20 @@ def test_initial_weights_do_not_depend_on_how_many_are_drawn_at_a_time(monkeypat
         assert other.requires_grad
         assert not other.isnan().any()
     assert torch.equal(random, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "own, all_of_host, gpus, threads", [(2, 2, None, 2), (16, 16, 1, 8), (16, 16, 8, 2), (4, 64, 8, 4), (8, 8, 16, 1)]
+)
+def test_weights_are_drawn_by_this_ranks_share_of_the_processors(
+    own: int, all_of_host: int, gpus: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is bound to some of them has its share already."""
+    monkeypatch.setattr(build, "count_processors", lambda: own)
+    monkeypatch.setattr(build.os, "cpu_count", lambda: all_of_host)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    device = torch.device("cpu" if gpus is None else "cuda")
+    assert build.count_threads(dataclasses.replace(one_rank(), device=device)) == threads
 
 
 def test_dropout_acts_in_training_only() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from helpers.pairs import write_pair
-from helpers.runs import SHAPE, one_rank, read_curve, read_metrics, read_tensors, run_tiny
+from helpers.runs import SHAPE, read_curve, read_metrics, read_tensors, run_tiny
 from megaflow.errors import (
     CheckpointError,
     ConfigError,
@@ -494,17 +493,3 @@ def test_losses_of_further_predictions_are_logged_apart_however_the_batch_is_cut
 def test_data_read_several_times_are_said(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_tiny(prefix, ["--train-iters", "2", "--global-batch-size", "128", "--run-dir", str(tmp_path)])
     assert "is read 2 times" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "own, all_of_host, gpus, threads", [(2, 2, None, 2), (16, 16, 1, 8), (16, 16, 8, 2), (4, 64, 8, 4), (8, 8, 16, 1)]
-)
-def test_weights_are_drawn_by_this_ranks_share_of_the_processors(
-    own: int, all_of_host: int, gpus: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that is bound to some of them has its share already."""
-    monkeypatch.setattr(build_module, "count_processors", lambda: own)
-    monkeypatch.setattr(build_module.os, "cpu_count", lambda: all_of_host)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    device = torch.device("cpu" if gpus is None else "cuda")
-    assert build_module.count_threads(dataclasses.replace(one_rank(), device=device)) == threads
