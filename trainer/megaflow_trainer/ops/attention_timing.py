@@ -131,20 +131,15 @@ def find_joined_error(entry: Entry, shape: AttentionShape, need: Need, *, is_tur
     sample; infinite if the entry does not compute it. Dropout must be 0.
     """
     assert entry.joined is not None, "asked before"
-    small, tables = replace(shape, b=1), None
-    q, k, v, grad = _draw(small, need)
+    q, k, v, grad = _draw(replace(shape, b=1), need)
+    heads = torch.cat([x.detach().transpose(1, 2) for x in (q, k, v)], dim=2).requires_grad_()
+    tables, turned = None, (q, k)
     if is_turned:
-        steps = torch.arange(shape.s * (shape.d // 2), device=need.device).view(shape.s, -1)
-        tables = (steps * 0.37).cos(), (steps * 0.37).sin(), False
-    heads = (
-        torch.cat([part.transpose(1, 2) for part in (q, k, v)], dim=2).detach().requires_grad_()
-    )  # [b, s, n + 2 g, d]
-    if tables is None:
-        wanted = _run(entry, (q, k, v), grad, small)
-    else:
-        turned = (rotate_pairs(x, *tables[:2], is_interleaved=False) for x in (q, k))
-        y = entry.function(*turned, v, dropout=0.0, **shape.options)
-        wanted = y.detach(), *torch.autograd.grad(y, (q, k, v), grad)
+        angles = torch.arange(shape.s * (shape.d // 2), device=need.device).view(shape.s, -1) * 0.37
+        tables = angles.cos(), angles.sin(), False
+        turned = rotate_pairs(q, *tables[:2], is_interleaved=False), rotate_pairs(k, *tables[:2], is_interleaved=False)
+    y = entry.function(*turned, v, dropout=0.0, **shape.options)
+    wanted = y.detach(), *torch.autograd.grad(y, (q, k, v), grad)
     try:
         y = entry.joined(heads, shape.g, tables, dropout=0.0, **shape.options)
         (found,) = torch.autograd.grad(y, heads, grad)

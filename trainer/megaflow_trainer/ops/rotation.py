@@ -113,14 +113,18 @@ def _find_kernel(
         return turn_heads_back, is_right(turn_heads_back, device, dtype, shape, is_interleaved=is_interleaved)
 
     found, why = try_kernel(make)
-    run, is_same = (None, True) if found is None else found
+    if found is None:
+        _tell(f"a kernel could not be made: {why}")
+        return None
+    run, is_same = found
     if not is_same:
-        run, why = None, f"the kernel that this version of Triton makes gives wrong gradients in {dtype}"
-    elif run is None:
-        why = f"a kernel could not be made: {why}"
-    if run is None:
-        warnings.warn(f"gradients of rotated heads are turned back by more passes than one, since {why}", stacklevel=3)
+        _tell(f"the kernel that this version of Triton makes gives wrong gradients in {dtype}")
+        return None
     return run
+
+
+def _tell(why: str) -> None:
+    warnings.warn(f"gradients of rotated heads are turned back by more passes than one, since {why}", stacklevel=4)
 
 
 def is_right(
