@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Training steps of Megatron-Core with Transformer Engine: the rival of `train.py`, on the same rows.
 
-Needs megatron_core 0.19, and but for `--local` transformer_engine 2.20 and flash-attn-4, on the path. Steps are whole:
-forward, backward, clipping, AdamW, by its own schedule (which marks the first micro-batch of a step: without that
+Needs megatron_core 0.19, and but for `--transformer-impl local` transformer_engine 2.20 and flash-attn-4, on the path.
+Steps are whole: forward, backward, clipping, AdamW, by its own schedule (which marks the first micro-batch of a step: without that
 Transformer Engine would go on with the fp8 weights of the first step) and its own DistributedDataParallel; tokens are
 random and already on the GPU, which favours the rival. Weight gradients are added by the products. Two recipes:
 
@@ -306,7 +306,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("row", choices=sorted(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--sizes", default="", metavar="FLAGS", help="sizes that differ from the row's, as megaflow's")
     parser.add_argument("--recipe", choices=("bf16", "fp32"), default="fp32", help="see above (default: fp32)")
-    parser.add_argument("--local", action="store_true", help="Megatron-Core's own layers, without Transformer Engine")
+    parser.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="whose layers: Transformer Engine's (default) or Megatron-Core's own, without it",
+    )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, with sequence parallelism")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     parser.add_argument("--fp8", choices=("tensorwise", "delayed"), help="products in fp8, by this recipe")
@@ -327,9 +332,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--kernels", type=int, default=0, help="list so many kernels with the most time (default: 0)")
     parser.add_argument("--steps", type=int, default=8, help="steps that are timed, after 4 others (default: 8)")
     options = parser.parse_args()
+    options.local = options.transformer_impl == "local"
     if options.local and (options.fp8 or options.tp > 1):
         parser.error(
-            "--local goes with neither --fp8 nor --tp: its layers have no fp8, its norms no sequence parallelism"
+            "--transformer-impl local goes with neither --fp8 nor --tp: its layers have no fp8, its norms no sequence "
+            "parallelism"
         )
     if options.steps < 1:
         parser.error(f"--steps must be >= 1, got {options.steps}")

@@ -60,7 +60,9 @@ ROWS = {
     "gpt-1.3b": Row(shape=f"{SMALL} --micro-batch-size 16 --global-batch-size 32", torch=("",)),
     "gpt-1.3b-mbs8": Row(shape=f"{SMALL} --micro-batch-size 8 --global-batch-size 32", torch=("",)),
     "gpt-1.3b-fp8": Row(shape=f"{SMALL} --micro-batch-size 16 --global-batch-size 32", flags=(TENSORWISE, DELAYED)),
-    "gpt-1.3b-local": Row(shape=f"{SMALL} --micro-batch-size 4 --global-batch-size 32", megatron=("--local",)),
+    "gpt-1.3b-local": Row(
+        shape=f"{SMALL} --micro-batch-size 4 --global-batch-size 32", megatron=("--transformer-impl local",)
+    ),
     "llama-1.3b": Row(
         shape=f"{SMALL} --ffn-hidden-size 5632 {LLAMA} {UNTIED} --micro-batch-size 8 --global-batch-size 32"
     ),

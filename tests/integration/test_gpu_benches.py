@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 from helpers.pairs import write_pair
 
@@ -182,6 +183,16 @@ def test_every_row_has_runs_that_its_rivals_can_follow(benches: dict[str, Module
     }
     assert kinds["llama-6.7b-fp8"] == {("bf16", "tensorwise", "none")}
     assert kinds["gpt-6.7b"] == {("bf16", "none", "none"), ("fp32", "none", "mlp")}
+
+
+def test_torchrun_hands_every_usual_flag_of_a_rival_on(benches: dict[str, ModuleType]) -> None:
+    """It reads flags behind the script too, as its own if they begin like several of them: --local did."""
+    options = argparse.Namespace(flags=[], recipe=[], ranks=1, rival=["usual"], torch=None)
+    for row in benches["rows"].ROWS:
+        for run in benches["train"].list_runs(row, options):
+            for _, flags in benches["train"].list_rivals(run, options):
+                words = [row, f"--sizes={run['sizes']}", *flags.split()]
+                assert get_args_parser().parse_args(["rival.py", *words]).training_script_args == words
 
 
 def test_a_rival_gets_sizes_recipe_layout_and_fp8_of_the_run(benches: dict[str, ModuleType]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from megaflow.errors import ConfigError, FileAccessError, MissingFileError
 from megaflow_trainer.config import TrainConfig, command, fields, format_help, read_command
@@ -63,6 +64,12 @@ def test_every_field_can_be_set_by_a_flag() -> None:
 def test_no_flag_is_in_two_tables() -> None:
     names = list_flag_names()
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", [flag.name for flag in (*FLAGS, *LEGACY)])
+def test_torchrun_hands_every_flag_on(name: str) -> None:
+    """It reads flags behind the script too, and refuses one that begins like several of its own, as --log would."""
+    assert get_args_parser().parse_args(["pretrain.py", name]).training_script_args == [name]
 
 
 def test_help_names_every_flag() -> None:

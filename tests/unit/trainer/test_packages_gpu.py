@@ -83,6 +83,7 @@ def test_attention_of_heads_side_by_side_equals_that_of_three_tensors(
     name: str, turns: str | None, shape: tuple[int, ...], is_compiled: bool, window: int | None
 ) -> None:
     """Forward bit for bit, where nothing is turned; gradients of queries are sums in the order in which blocks come."""
+    torch.compiler.reset()  # every case is another form of the one function
     entry = find_attention(name, shape[3], shape[4], window)
     assert entry.joined is not None
     angles = torch.rand(shape[2], shape[3] // 2, device=CUDA, generator=torch.Generator(CUDA).manual_seed(4)) * 6
