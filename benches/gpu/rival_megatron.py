@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Training steps of Megatron-Core with Transformer Engine: the rival of `train.py`, on the same rows.
 
-Needs megatron_core 0.19, and but for `--transformer-impl local` transformer_engine 2.20 and flash-attn-4, on the path.
-Steps are whole: forward, backward, clipping, AdamW, by its own schedule (which marks the first micro-batch of a step: without that
-Transformer Engine would go on with the fp8 weights of the first step) and its own DistributedDataParallel; tokens are
-random and already on the GPU, which favours the rival. Weight gradients are added by the products. Two recipes:
+Needs megatron_core 0.19, and but for `--transformer-impl local` transformer_engine 2.20 and flash-attn-4, on the
+path. Steps are whole: forward, backward, clipping, AdamW, by its own schedule (which marks the first micro-batch of a
+step: without that Transformer Engine would go on with the fp8 weights of the first step) and its own
+DistributedDataParallel; tokens are random and already on the GPU, which favours the rival. Weight gradients are added
+by the products. Two recipes:
 
 - `bf16`: weights, gradients and moments in bf16, torch's fused AdamW (megaflow's `--all-bf16`), since its own optimizer
   keeps masters in fp32; ranks of data parallelism reduce gradients in bf16 and hold all states.
