@@ -18,6 +18,8 @@ from megaflow_trainer.model.routing import Router, Routing, choose, keep_first, 
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.dropout import draw_scores
 from megaflow_trainer.ops.grouped import GROUPED, LOOP
+from megaflow_trainer.ops.host_copy import HostCopy
+from megaflow_trainer.ops.rows import RowKernels
 from megaflow_trainer.parallel.expert import find_places
 
 B, S, H, E = 3, 8, 16, 6
@@ -310,6 +312,26 @@ def test_rows_lie_by_expert_and_inside_of_one_by_token() -> None:
     assert order.slots.tolist() == [1, 4, 2, 5, 0, 3]
     assert order.sources.tolist() == [0, 2, 1, 2, 0, 1]
     assert order.places.tolist() == [[4, 0], [2, 5], [1, 3]]
+
+
+@pytest.mark.parametrize("num_experts", [255, 256, 32767, 32768])
+def test_rows_lie_by_expert_however_many_there_are(num_experts: int) -> None:
+    """The numbers are sorted in the narrowest type that has them, and the one that stands for a choice not served."""
+    chosen = torch.tensor([[num_experts - 1, 0], [num_experts - 2, num_experts - 1], [127, 128]])
+    kept = torch.tensor([[True, True], [True, False], [True, True]])
+    order = make_order(Routing(chosen, torch.ones(3, 2), kept, None, None), num_experts)
+    assert order.slots.tolist() == [1, 4, 5, 2, 0]
+
+
+def test_rows_are_taken_before_the_host_waits_for_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    read = HostCopy.read
+    monkeypatch.setattr(HostCopy, "read", lambda self: events.append("wait") or read(self))
+    layer = make()[1]
+    gather = layer.experts.kernels.gather
+    layer.experts.kernels = RowKernels(gather=lambda *args: events.append("take") or gather(*args))
+    layer(make_input(), None)
+    assert events == ["take", "wait"]
 
 
 def test_copies_of_parts_lie_behind_each_other_and_are_choices_of_their_own() -> None:

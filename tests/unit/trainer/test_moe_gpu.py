@@ -12,6 +12,7 @@ from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.grouped import GROUPED, LOOP, ROWS_FOR_LOOP, Product, choose_product
+from megaflow_trainer.ops.host_copy import HostCopy
 from megaflow_trainer.parallel.fusion import compile_blocks
 
 pytestmark = [
@@ -35,6 +36,18 @@ def test_groups_of_any_size_are_multiplied_alike(counts: list[int]) -> None:
         outcomes.append((y, *torch.autograd.grad(y, (rows, matrices), out_grad)))
     for one, two in zip(*outcomes, strict=True):
         assert (one - two).abs().max() <= 0.02 * one.abs().max().clamp(min=1e-3)
+
+
+def test_the_host_waits_for_numbers_and_not_for_what_follows() -> None:
+    numbers = torch.arange(5, device=CUDA).cumsum(0)
+    coming = HostCopy(numbers)
+    numbers.zero_()
+    torch.cuda._sleep(2_000_000_000)
+    end = torch.cuda.Event()
+    end.record()
+    assert coming.read() == [0, 1, 3, 6, 10]
+    assert not end.query(), "the device is still at what came after"
+    torch.cuda.synchronize()
 
 
 def run(product: Product, *, is_compiled: bool = False) -> tuple[torch.Tensor, torch.Tensor]:

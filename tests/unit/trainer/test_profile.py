@@ -53,6 +53,29 @@ def test_time_covered_by_kernels_counts_overlap_once() -> None:
     assert measure_union([]) == 0
 
 
+def test_a_profile_tells_between_which_kernels_none_ran() -> None:
+    def event(name: str, start: float, end: float) -> FunctionEvent:
+        return FunctionEvent(1, name, 0, start, end, use_device="cuda", device_type=DeviceType.CUDA)
+
+    add = "void at::native::(anonymous namespace)::add_rows<at::native::Add<float>, 4>(int, float*)"
+    events = [
+        event(add, 5000, 6000),  # behind the long product, not behind the copy that lies inside of it
+        event("product", 0, 4000),
+        event("copy", 1000, 2000),
+        event("product", 7000, 9000),
+        event(add, 12000, 13000),
+        event("copy", 12500, 13000),  # beside the sum
+        event("copy", 13000, 14000),  # at once
+    ]
+    lines = format_table(events, 2, is_cuda=True, has_host=False).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("between kernel"))
+    assert lines[start - 1] == "no kernel ran for 35.7% of 14.0 ms"
+    assert [line.split() for line in lines[start + 1 :]] == [
+        ["product", "add_rows<Add<float>,", "4>", "2.000", "1.0"],
+        ["add_rows<Add<float>,", "4>", "product", "0.500", "0.5"],
+    ]
+
+
 def test_a_profile_tells_messages_by_axis_and_what_of_nccl_was_exposed() -> None:
     def event(name: str, start: float, end: float, device: str = "CUDA") -> SimpleNamespace:
         times = {"cpu_time_total": end - start, "self_device_time_total": end - start}

@@ -8,7 +8,6 @@ Legend: r rows (tokens in the order of their experts), h hidden, e experts that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from megaflow_trainer.config.sections import ModelConfig
 from megaflow_trainer.model.sockets import Sockets
+from megaflow_trainer.ops.grouped import Known
 from megaflow_trainer.ops.rows import PLAIN
 
 
@@ -55,9 +55,9 @@ class Experts(nn.Module):
         self.has_bias_turn = True
         """Whether this rank adds the bias of `down`: one of those that share an expert does."""
 
-    def forward(self, rows: Tensor, counts: Tensor, known: Sequence[int] | None = None) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor, known: Known = None) -> Tensor:
         """`[r, h]` to `[r, h]`; `counts`, int64 `[e]`, says how many rows each expert has, the first ones first, and
-        `known` the same where the host knows it already.
+        `known` the same where the host knows it already or will.
         """
         sizes = self.product.prepare(counts, known)
         up = self._widen(self.up, rows, counts, sizes)

@@ -107,7 +107,7 @@ def make_order(routing: Routing, num_experts: int, kernels: RowKernels = PLAIN) 
     """Rows by expert, those of one expert in the order of the tokens; with `num_rows` each expert has that many."""
     chosen, kept = routing.chosen, routing.kept
     flat = chosen.flatten() if kept is None else chosen.masked_fill(~kept, num_experts).flatten()
-    slots = flat.sort(stable=True).indices
+    slots = flat.to(_find_narrowest(num_experts)).sort(stable=True).indices
     counts = count_chosen(flat, num_experts + 1)[:num_experts]
     known: list[int] | None = None
     if kept is not None:
@@ -119,6 +119,11 @@ def make_order(routing: Routing, num_experts: int, kernels: RowKernels = PLAIN) 
     places = slots.new_full((len(flat) + 1,), len(slots))
     places[slots] = torch.arange(len(slots), device=slots.device)
     return Order(slots, places[:-1].view_as(chosen), counts, kernels, known)
+
+
+def _find_narrowest(largest: int) -> torch.dtype:
+    """An integer type that has 0 to `largest`: a GPU sorts numbers byte by byte."""
+    return next(dtype for dtype in (torch.uint8, torch.int16, torch.int64) if largest <= torch.iinfo(dtype).max)
 
 
 def _pad(slots: Tensor, experts: Tensor, counts: Tensor, num_rows: int, nothing: int) -> tuple[Tensor, Tensor]:
@@ -135,7 +140,10 @@ def dispatch_local(
     """All experts are here."""
     assert isinstance(experts, Experts)
     order = make_order(routing, experts.num_experts, experts.kernels)
-    rows = experts(take(x, order), order.counts, order.known)
+    known = experts.product.announce(order.counts) if order.known is None else order.known
+    rows = experts(
+        take(x, order), order.counts, known
+    )  # the host waits for the counts, the device takes rows meanwhile
     return combine(rows, routing.weights, order), None if beside is None else beside()
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megaflow.errors import ConfigError
 from megaflow_trainer.ops.accumulate import add_product_
+from megaflow_trainer.ops.host_copy import HostCopy
 
 ROWS_FOR_LOOP = 1024
 """Rows of a group from which `auto` takes the loop on a GPU."""
@@ -84,13 +85,22 @@ def multiply_grouped(
     return F.grouped_mm(rows, weight.transpose(1, 2) if is_transposed else weight, offs=ends)
 
 
-def _find_sizes(counts: Tensor, known: Sequence[int] | None = None) -> Sequence[int]:
-    sizes: Sequence[int] = counts.tolist() if known is None else known  # for which the host waits
-    return sizes
+Known = Sequence[int] | HostCopy | None
+"""Rows of each group where the host has them, or will have them; None if they are on the device alone."""
 
 
-def _find_ends(counts: Tensor, known: Sequence[int] | None = None) -> Tensor:
+def _find_sizes(counts: Tensor, known: Known = None) -> Sequence[int]:
+    if known is None:
+        known = HostCopy(counts)
+    return known.read() if isinstance(known, HostCopy) else known  # for which the host waits
+
+
+def _find_ends(counts: Tensor, known: Known = None) -> Tensor:
     return counts.cumsum(0).to(torch.int32)
+
+
+def _announce_nothing(counts: Tensor) -> None:
+    """The grouped kernel reads the counts where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +109,9 @@ class Product:
 
     Args:
         name: of the configuration.
+        announce: begins to hand the host the rows of each group, int64 `[e]`, if it will want them.
         prepare: what `multiply` wants to know of the rows of each group, int64 `[e]`, from the numbers on the device
-            and, if the host has them, from these.
+            and, if the host has or gets them, from these.
         multiply: rows `[r, i]`, matrices `[e, i, o]` (or, `is_transposed`, `[e, o, i]`) and what was prepared, to
             `[r, o]`. With a main gradient `[e, ...]`, shaped like the matrices, the loop adds to it and leaves the
             matrices without a gradient.
@@ -108,13 +119,14 @@ class Product:
     """
 
     name: str
+    announce: Callable[[Tensor], Known]
     prepare: Callable[..., Any]
     multiply: Callable[..., Tensor]
     accumulates: bool
 
 
-LOOP = Product("loop", _find_sizes, multiply_loop, True)
-GROUPED = Product("grouped", _find_ends, multiply_grouped, False)
+LOOP = Product("loop", HostCopy, _find_sizes, multiply_loop, True)
+GROUPED = Product("grouped", _announce_nothing, _find_ends, multiply_grouped, False)
 
 
 def choose_product(

@@ -27,6 +27,7 @@ Legend: t tokens of this rank, k choices of a token, r rows, h hidden, e experts
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,7 @@ from megaflow_trainer.model.context import Context
 from megaflow_trainer.model.experts import Experts, ExpertWeight
 from megaflow_trainer.model.moe import Beside, MoE, combine, make_order, take
 from megaflow_trainer.model.routing import Routing
+from megaflow_trainer.ops.host_copy import HostCopy
 from megaflow_trainer.parallel.collectives import (
     gather_along,
     gather_tokens,
@@ -173,29 +175,37 @@ class AllToAll:
         ranks, e = self.ranks, experts.num_experts * self.ranks.ep
         order = make_order(routing, e, experts.kernels)
         counts = order.counts.view(ranks.ep, 1, -1).expand(-1, ranks.etp, -1).reshape(ranks.size, -1)  # [n, e / ep]
-        arriving, sent, received = self._agree(counts, routing)
+        arriving, read = self._agree(counts, routing)
         if ranks.etp > 1:
             order = order.copy_parts(order.counts.view(ranks.ep, -1).sum(dim=1), ranks.etp)
+        taken = take(x, order)
+        sent, received = read()
         travel = _Travel(ranks, sent, [sum(rows) for rows in received], arriving, has_beside=beside is not None)
-        rows = _StartOut.apply(take(x, order), travel)
+        rows = _StartOut.apply(taken, travel)
         meanwhile = None if beside is None else beside()
         sizes = [sum(rows) for rows in zip(*received, strict=True)]
         rows = experts(_EndOut.apply(rows, travel), arriving.sum(dim=0), sizes)
         return combine(_Return.apply(rows, travel), routing.weights, order), meanwhile
 
-    def _agree(self, counts: Tensor, routing: Routing) -> tuple[Tensor, list[int], list[list[int]]]:
-        """Rows that arrive from each rank for each expert here, on the device; how many are sent, rank by rank; and
-        those that arrive, as the host knows them. Sends the numbers, for which the host waits, once, unless all are
-        alike.
+    def _agree(
+        self, counts: Tensor, routing: Routing
+    ) -> tuple[Tensor, Callable[[], tuple[list[int], list[list[int]]]]]:
+        """Rows that arrive from each rank for each expert here, on the device; and what says, once the host has waited
+        for it, how many are sent, rank by rank, and which arrive. Sends the numbers once, unless all are alike.
         """
         n, e = counts.shape
-        if routing.num_rows is not None:
-            return counts, [routing.num_rows * e] * n, [[routing.num_rows] * e] * n
+        if (alike := routing.num_rows) is not None:
+            return counts, lambda: ([alike * e] * n, [[alike] * e] * n)
         arriving = torch.empty_like(counts)
         with self.ranks.meter.send("all_to_all", counts, self.ranks.group):
             dist.all_to_all_single(arriving, counts.contiguous(), group=self.ranks.group)
-        numbers: list[int] = torch.cat([counts.sum(dim=1), arriving.flatten()]).tolist()
-        return arriving, numbers[:n], [numbers[n + i * e : n + (i + 1) * e] for i in range(n)]
+        coming = HostCopy(torch.cat([counts.sum(dim=1), arriving.flatten()]))
+
+        def read() -> tuple[list[int], list[list[int]]]:
+            numbers = coming.read()
+            return numbers[:n], [numbers[n + i * e : n + (i + 1) * e] for i in range(n)]
+
+        return arriving, read
 
 
 def find_places(arriving: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:

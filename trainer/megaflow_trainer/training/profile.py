@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from megaflow_trainer.training.say import say
 
 _PHASE = "phase: "
 _ROWS = 15
+_GAPS = 5
 
 
 class Profiler:
@@ -110,8 +112,30 @@ def format_table(events: Sequence[Any], num_steps: int, *, is_cuda: bool, has_ho
         if kernels:
             whole = max(end for _, end in kernels) - min(start for start, _ in kernels)
             lines += ["", f"no kernel ran for {1 - measure_union(kernels) / whole:.1%} of {whole / 1e3:.1f} ms"]
+            lines += _list_gaps(on_device, num_steps)
         lines += _list_transfers(on_device, num_steps)
     return "\n".join(lines)
+
+
+def _list_gaps(kernels: Sequence[Any], num_steps: int) -> list[str]:
+    """Between which kernels none ran, where it was for longest in all; waiting of one step for the next is told too."""
+    gaps: dict[tuple[str, str], list[float]] = {}
+    before, reached = "", float("inf")
+    for event in sorted(kernels, key=lambda event: event.time_range.start):
+        if event.time_range.start > reached:
+            gaps.setdefault((before, event.name), []).append(event.time_range.start - reached)
+        if event.time_range.end > reached or not before:
+            before, reached = event.name, event.time_range.end
+    lines = [f"{'between kernel':<46} {'and kernel':<46} {'ms/step':>10} {'times/step':>11}"] if gaps else []
+    for (first, second), lengths in sorted(gaps.items(), key=lambda item: -sum(item[1]))[:_GAPS]:
+        between = f"{_shorten(first):<46} {_shorten(second):<46}"
+        lines.append(f"{between} {sum(lengths) / 1e3 / num_steps:>10.3f} {len(lengths) / num_steps:>11.1f}")
+    return lines
+
+
+def _shorten(name: str) -> str:
+    """A kernel's name without what it returns, where it is from and what it is called with."""
+    return re.sub(r"^void |\(anonymous namespace\)::|\w+::", "", name).split("(")[0][:46]
 
 
 def _list_phases(events: Sequence[Any], num_steps: int) -> list[str]:
