@@ -45,6 +45,37 @@ class EngineLinear(nn.Module):
         return y
 
 
+class EngineNormedLinear(EngineLinear):
+    """transformer_engine.pytorch.LayerNormLinear 2.20."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float,
+        bias: bool,
+        normalization: str,
+        params_dtype: torch.dtype,
+        return_layernorm_output: bool,
+        device: torch.device,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, params_dtype=params_dtype, device=device)
+        self.eps, self.normalization, self.returns_normed = eps, normalization, return_layernorm_output
+        self.layer_norm_weight = nn.Parameter(torch.empty(in_features, dtype=params_dtype, device=device))
+        self.layer_norm_bias = nn.Parameter(torch.empty(in_features)) if normalization == "LayerNorm" else None
+
+    def forward(self, x: Tensor) -> Any:
+        """`[..., i]` to `[..., o]`, and what the norm gives if that was asked for."""
+        shape, weight = tuple(self.layer_norm_weight.shape), self.layer_norm_weight
+        if self.normalization == "RMSNorm":
+            normed = F.rms_norm(x, shape, weight, self.eps)
+        else:
+            normed = F.layer_norm(x, shape, weight, self.layer_norm_bias, self.eps)
+        y = super().forward(normed)
+        return (y, normed) if self.returns_normed else y
+
+
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -82,6 +113,7 @@ def install_engine(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     install(
         monkeypatch,
         transformer_engine__pytorch__Linear=EngineLinear,
+        transformer_engine__pytorch__LayerNormLinear=EngineNormedLinear,
         transformer_engine__pytorch__autocast=autocast,
         transformer_engine__pytorch__RMSNorm=make_norm(nn.RMSNorm),
         transformer_engine__pytorch__LayerNorm=make_norm(nn.LayerNorm),

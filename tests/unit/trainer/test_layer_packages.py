@@ -18,12 +18,20 @@ from helpers.runs import TINY, one_rank, read_metrics, run_tiny
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.sections import KernelConfig, PrecisionConfig
+from megaflow_trainer.model.norm import LayerNorm
 from megaflow_trainer.model.rope import Rotary, rotate_both
 from megaflow_trainer.ops import packages
-from megaflow_trainer.ops.layer_packages import PARTS, EngineProduct, TorchaoProduct, rotate_liger
+from megaflow_trainer.ops.layer_packages import (
+    PARTS,
+    EngineNormedProduct,
+    EngineProduct,
+    TorchaoProduct,
+    rotate_liger,
+)
+from megaflow_trainer.ops.linear import Linear
 from megaflow_trainer.parallel import apply as apply_module
 from megaflow_trainer.parallel import precision
-from megaflow_trainer.parallel.kernels import make_scope
+from megaflow_trainer.parallel.kernels import join_norms, make_scope
 from megaflow_trainer.training import build, preflight
 from megaflow_trainer.training import run as run_module
 
@@ -169,6 +177,70 @@ def test_the_engine_is_told_where_a_main_gradient_is(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(weight.grad, expected)
 
 
+@pytest.mark.parametrize(
+    "model, flags, joined",
+    [
+        ([], [], ["attention.qkv", "mlp.up"]),
+        (["--swiglu", "--normalization", "RMSNorm"], [], ["attention.qkv", "mlp.up"]),
+        ([], ["--norm-kernel", "transformer_engine"], []),
+        (["--num-experts", "4"], [], ["attention.qkv"]),  # a router reads what the second norm gives, too
+    ],
+)
+def test_the_engine_computes_a_norm_with_the_product_behind_it(
+    model: list[str], flags: list[str], joined: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_engine(monkeypatch)
+    monkeypatch.setattr(build, "refuse_parts", lambda *_: None)
+    words = [*TINY, "--train-iters", "1", "--data-path", "x", *model]
+    native, built = (
+        build.build_model(read_command([*words, *more], world_size=1)[0], one_rank()).module
+        for more in ([], [*ENGINE, *flags])
+    )
+    block = built.blocks[0]
+    layers = dict(block.named_modules())
+    assert [name for name, one in layers.items() if type(getattr(one, "product", 0)) is EngineNormedProduct] == joined
+    assert {name for name, _ in native.named_parameters()} == {name for name, _ in built.named_parameters()}
+    x = torch.randn(2, 3, block.attention.qkv.in_features)
+    is_passed = torch.equal(block.attention_norm(x), x)
+    assert is_passed == ("attention.qkv" in joined)
+
+
+def test_a_norm_before_a_product_that_ranks_share_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are gathered between the two."""
+    install_engine(monkeypatch)
+    monkeypatch.setattr(build, "refuse_parts", lambda *_: None)
+    model = build.build_model(
+        read_command([*TINY, "--train-iters", "1", "--data-path", "x"], world_size=1)[0], one_rank()
+    )
+    for layer in [module for module in model.module.modules() if isinstance(module, Linear)]:
+        layer.product = EngineProduct(layer.weight)
+    first, second = model.module.blocks
+    first.attention.qkv.sharing = lambda *_: None
+    join_norms(model.module, KernelConfig(layers="transformer_engine"))
+    assert type(first.attention.qkv.product) is EngineProduct
+    assert first.attention_norm.kernel is None
+    assert type(second.attention.qkv.product) is EngineNormedProduct
+
+
+def test_the_engines_norm_has_the_weights_and_the_width_of_the_one_it_stands_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_engine(monkeypatch)
+    weight, norm, x = torch.nn.Parameter(torch.randn(3, 4)), LayerNorm(4, eps=0.5), torch.randn(2, 4)
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    bias, expected = torch.randn(3), norm(x)
+    y = EngineNormedProduct(weight, norm)(x, weight, bias)
+    torch.testing.assert_close(y, expected @ weight.T + bias)
+    y, normed = EngineNormedProduct(weight, norm, returns_normed=True).run_both(x, bias)
+    torch.testing.assert_close(normed, expected)
+    torch.testing.assert_close(y, expected @ weight.T + bias)
+    found = torch.autograd.grad(y.sum() + normed.square().sum(), (weight, norm.weight, norm.bias))
+    wanted = torch.autograd.grad((norm(x) @ weight.T).sum() + norm(x).square().sum(), (weight, norm.weight, norm.bias))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("recipe, groups", [("delayed", ["all ranks"]), ("tensorwise", [None])])
 def test_ranks_agree_on_the_engines_delayed_scales(
     recipe: str, groups: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -228,11 +300,12 @@ def see_products(flags: list[str]) -> set[type]:
 def test_small_layers_stay_native_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     install_engine(monkeypatch)
     install_torchao(monkeypatch)
-    assert see_products(ENGINE) == {EngineProduct}
-    assert EngineProduct not in see_products([*ENGINE, "--bf16", "--fp8-hybrid"])
+    engine = {EngineProduct, EngineNormedProduct}
+    assert see_products(ENGINE) == engine
+    assert not engine & see_products([*ENGINE, "--bf16", "--fp8-hybrid"])
     assert TorchaoProduct not in see_products(["--fp8-kernel", "torchao", "--bf16", "--fp8-hybrid"])
     monkeypatch.setattr(precision, "FP8_WIDTH", 32)
-    assert see_products([*ENGINE, "--bf16", "--fp8-hybrid"]) == {EngineProduct}
+    assert see_products([*ENGINE, "--bf16", "--fp8-hybrid"]) == engine
     assert see_products(["--fp8-kernel", "torchao", "--bf16", "--fp8-hybrid"]) == {TorchaoProduct}
 
 

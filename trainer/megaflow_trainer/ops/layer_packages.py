@@ -19,6 +19,7 @@ from megaflow_trainer.ops.linear import Product, multiply, multiply_back
 from megaflow_trainer.ops.packages import APEX, ENGINE, LIGER, TORCHAO, Package
 
 _ENGINE_LINEAR = "transformer_engine.pytorch.Linear"
+_ENGINE_NORMED = "transformer_engine.pytorch.LayerNormLinear"
 _ENGINE_AUTOCAST = "transformer_engine.pytorch.autocast"
 _ENGINE_RECIPES = "transformer_engine.common.recipe"
 _ENGINE_NORMS = {"RMSNorm": "transformer_engine.pytorch.RMSNorm", "LayerNorm": "transformer_engine.pytorch.LayerNorm"}
@@ -67,6 +68,7 @@ PARTS: dict[tuple[str, str], Part] = {
         ENGINE,
         (
             _ENGINE_LINEAR,
+            _ENGINE_NORMED,
             _ENGINE_AUTOCAST,
             f"{_ENGINE_RECIPES}.Float8CurrentScaling",
             f"{_ENGINE_RECIPES}.DelayedScaling",
@@ -117,6 +119,44 @@ class EngineProduct(Product):
     def _run(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
         return y
+
+
+class EngineNormedProduct(EngineProduct):
+    """Transformer Engine's norm and the linear layer behind it in one, around weights that stay where they are.
+
+    Args:
+        weight: of the linear layer, `[o, i]`.
+        norm: whose weights are over `i` channels; it is not run itself any more.
+        returns_normed: whether `run_both` will be asked for what the norm gives.
+    """
+
+    def __init__(self, weight: Tensor, norm: nn.LayerNorm | nn.RMSNorm, *, returns_normed: bool = False) -> None:
+        o, i = weight.shape
+        self.weight = weight
+        self.layer = ENGINE.load(_ENGINE_NORMED)(
+            i,
+            o,
+            eps=norm.eps,
+            bias=False,
+            normalization="RMSNorm" if isinstance(norm, nn.RMSNorm) else "LayerNorm",
+            params_dtype=weight.dtype,
+            return_layernorm_output=returns_normed,
+            device=weight.device,
+        )
+        self.layer.weight, self.layer.layer_norm_weight = weight, norm.weight
+        if isinstance(norm, nn.LayerNorm):
+            self.layer.layer_norm_bias = norm.bias
+
+    @torch.compiler.disable
+    def run_both(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What lies before the norm, `[..., i]`, to the product `[..., o]` and what the norm gives, `[..., i]`."""
+        y, normed = self.layer(x)
+        return y if bias is None else y + bias, normed
+
+
+def pass_on(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """In the place of a norm's kernel, where the product behind it computes the norm."""
+    return x
 
 
 @torch.library.custom_op("megaflow::add_product_apex_", mutates_args={"main_grad"})

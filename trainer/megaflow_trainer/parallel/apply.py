@@ -33,7 +33,7 @@ from megaflow_trainer.parallel.fusion import (
     make_loss,
 )
 from megaflow_trainer.parallel.graphs import MicroBatchGraph
-from megaflow_trainer.parallel.kernels import apply_kernels, is_traceable, make_scope
+from megaflow_trainer.parallel.kernels import apply_kernels, is_traceable, join_norms, make_scope
 from megaflow_trainer.parallel.load import ExpertLoad
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.parallel.pipeline import Chunk, Pipeline, join_copies, split_pipeline
@@ -184,6 +184,7 @@ def parallelize(model: GPT, mesh: Mesh, plan: Plan = Plan(), fill: Fill | None =
         copy_from_first(weight.data, mesh.edp_group if name in parts.experts else mesh.gradient_group)
     apply_kernels(model, plan.kernels, has_fp8=plan.fp8 != "none")
     fp8 = None if plan.fp8 == "none" else apply_fp8(model, mesh, plan.fp8, plan.precision, plan.kernels)
+    join_norms(model, plan.kernels)
     apply_recompute(model, plan.recompute, plan.recomputed_parts, chunks=[chunk.blocks for chunk in chunks])
     compiler = Compiler(plan.tell) if plan.is_compiled else None
     if compiler is not None:

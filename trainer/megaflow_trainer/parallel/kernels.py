@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch import Tensor, nn
+
 from megaflow_trainer.config.sections import KernelConfig, PrecisionConfig
 from megaflow_trainer.model.attention import Attention
 from megaflow_trainer.model.gpt import GPT, Block
@@ -15,11 +17,13 @@ from megaflow_trainer.model.norm import LayerNorm, RMSNorm
 from megaflow_trainer.ops.layer_packages import (
     PARTS,
     ApexProduct,
+    EngineNormedProduct,
     EngineProduct,
     gate_liger,
     loss_liger,
     make_engine_scope,
     make_norm_kernel,
+    pass_on,
     rotate_liger,
 )
 from megaflow_trainer.ops.linear import Linear
@@ -54,6 +58,42 @@ def apply_kernels(model: GPT, config: KernelConfig, *, has_fp8: bool) -> None:
             module.turn = lambda q, k, rotary: rotate_liger(q, k, rotary.cos, rotary.sin)
     if config.loss == "liger":
         model.loss = loss_liger
+
+
+def join_norms(model: GPT, config: KernelConfig) -> None:
+    """Let Transformer Engine compute a norm together with the first product behind it, where that is its product and no
+    rank shares it, and where no other kernel is named for norms. To be called when all products are in place.
+    """
+    if config.layers != "transformer_engine" or config.norm != "torch":
+        return
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
+        if isinstance(block.attention, Attention) and _can_join(block.attention.qkv):
+            _join(block.attention_norm, block.attention.qkv)
+        if isinstance(block.mlp, Mlp) and block.mlp.gate is None and _can_join(block.mlp.up):
+            _join(block.mlp_norm, block.mlp.up)
+        elif isinstance(block.mlp, Mlp) and _can_join(block.mlp.up) and _can_join(block.mlp.gate):
+            _join(block.mlp_norm, block.mlp.up, returns_normed=True)
+            block.mlp.widen = _widen_normed
+
+
+def _can_join(layer: nn.Module | None) -> bool:
+    return isinstance(layer, Linear) and type(layer.product) is EngineProduct and layer.sharing is None
+
+
+def _join(norm: nn.Module, layer: nn.Module, *, returns_normed: bool = False) -> None:
+    assert isinstance(norm, LayerNorm | RMSNorm)
+    assert isinstance(layer, Linear)
+    layer.product = EngineNormedProduct(layer.weight, norm, returns_normed=returns_normed)
+    norm.kernel = pass_on
+
+
+def _widen_normed(up: nn.Module, gate: nn.Module | None, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`Mlp.widen` of what lies before the norm: the first product computes it for both."""
+    assert isinstance(up, Linear)
+    assert isinstance(up.product, EngineNormedProduct)
+    assert gate is not None
+    y, normed = up.product.run_both(x, up.bias)
+    return y, gate(normed)
 
 
 def make_scope(
