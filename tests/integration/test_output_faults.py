@@ -72,8 +72,8 @@ def test_a_closed_output_is_told(door: str, folder: Path) -> None:
 def test_a_full_output_is_told(door: str, unbuffered: str, folder: Path) -> None:
     _, begin, code = DOORS[door]
     found, _, said = call(door, folder, f">{FULL_DEVICE}", PYTHONUNBUFFERED=unbuffered)
-    if (door, unbuffered) == ("preprocess", "1"):  # argparse lets such a fault of its help pass
-        assert (found, said) == (0, "")
+    if (door, unbuffered, found) == ("preprocess", "1", 0):  # newer argparse lets such a fault of its help pass
+        assert said == ""
         return
     assert (found, said.splitlines()[-1]) == (code, f"{begin}{FULL}")
     assert "Traceback" not in said

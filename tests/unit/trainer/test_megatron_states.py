@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import enum
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMBERS
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from helpers.megatron import FORMATS, cut_and_flatten, write_megatron
 from helpers.pairs import write_pair
 from helpers.runs import read_curve, read_tensors, run_tiny
 from megaflow.errors import CheckpointError
-from megaflow_trainer.checkpoint.megatron import _join_cuts
+from megaflow_trainer.checkpoint.megatron import MegatronReader, _join_cuts
 from megaflow_trainer.config.batch import count_samples
 from megaflow_trainer.config.sections import StepConfig
 
@@ -81,6 +86,40 @@ def test_what_cannot_be_gone_on_from_is_told(prefix: str, straight: tuple[Path, 
         run_tiny(prefix, [*flags, "--load", str(folder)])
     with pytest.raises(CheckpointError, match=r"tensor .* has shape .* in the checkpoint and .* in this run"):
         run_tiny(prefix, [*flags, "--load", str(folder), "--finetune", "--vocab-size", "128"])
+
+
+class _EarlyPython(pickle._Pickler):  # the one in Python, which asks `reducer_override` for members too
+    """Writes members of an enumeration as Python 3.11.2 does."""
+
+    def reducer_override(self, one: Any) -> Any:
+        return (getattr, (type(one), one.name)) if isinstance(one, enum.Enum) else NotImplemented
+
+
+class _Asking:
+    """Pickled as a call of `getattr`."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+    def __reduce__(self) -> Any:
+        return getattr, self.given
+
+
+def test_a_description_by_an_early_python_311_is_read_and_getattr_gives_no_more(tmp_path: Path) -> None:
+    given = Metadata({"w": TensorStorageMetadata(TensorProperties(), torch.Size([2]), [])})
+    for content, told in (
+        (given, None),
+        (_Asking(MEMBERS, "__class__"), "__class__ of .* no part of a description"),
+        (_Asking(torch.Size, "numel"), "numel of .*Size.* no part of a description"),
+    ):
+        with (tmp_path / ".metadata").open("wb") as file:
+            _EarlyPython(file, protocol=4).dump(content)
+        assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+        if told is None:
+            assert MegatronReader(tmp_path).read_metadata() == given
+        else:
+            with pytest.raises(CheckpointError, match=told):
+                MegatronReader(tmp_path).read_metadata()
 
 
 def test_cuts_are_joined_and_what_is_no_cut_is_refused() -> None:

@@ -42,6 +42,13 @@ class _Ignored:
     """Stands for what Megatron-Core adds to a description and nobody needs here."""
 
 
+def _pick_member(kind: type, name: str) -> Any:
+    """In the place of `getattr`, by which early releases of Python 3.11 write members of an enumeration."""
+    if kind is not metadata._MEM_FORMAT_ENCODING or name not in metadata._MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which is no part of a description")
+    return metadata._MEM_FORMAT_ENCODING[name]
+
+
 _KNOWN: dict[tuple[str, str], Any] = {
     **{
         ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
@@ -57,6 +64,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
+    ("builtins", "getattr"): _pick_member,
     ("collections", "OrderedDict"): OrderedDict,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): _Ignored,
