@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,15 +145,23 @@ def test_a_run_that_accumulates_in_products_is_the_run_without(
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2 if loose else 1e-4)
 
 
+def multiply_heads(y: Tensor) -> Tensor:
+    """Products of heads, whose gradient lies by heads and not by tokens."""
+    heads = y.view(2, 4, 4, 8).transpose(1, 2)
+    return heads @ heads.transpose(-1, -2)
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
-def test_a_compiled_layer_writes_its_gradient_once() -> None:
+@pytest.mark.parametrize("follow", [lambda y: F.gelu(y).transpose(0, 1), multiply_heads], ids=["gelu", "heads"])
+def test_a_compiled_layer_writes_its_gradient_once(follow: Callable[[Tensor], Tensor]) -> None:
     """The gradient of the result, which two products take, is one buffer of the compiled backward."""
+    torch.compiler.reset()
     layer = Linear(16, 32, bias=False)
     layer.product.main_grad = torch.zeros(32, 16)
     x = torch.randn(2, 4, 16, requires_grad=True)
 
     def run() -> None:
-        torch.compile(lambda x: F.gelu(layer(x)).transpose(0, 1), dynamic=False)(x).sum().backward()
+        torch.compile(lambda x: follow(layer(x)), dynamic=False)(x).sum().backward()
 
     _, codes = run_and_get_code(run)
     taken = r"(?:reinterpret_tensor\()?(\w+)"
