@@ -138,6 +138,8 @@ RUNS = {
     "flash_attn_4": ["--attention-backend", "flash_attn_4"],
     "liger": ["--norm-kernel", "liger", "--gate-kernel", "liger", "--rotary-kernel", "liger", "--loss-kernel", "liger"],
     "apex norms": ["--norm-kernel", "apex"],
+    "apex adam": ["--adam-kernel", "apex"],
+    "apex sums": ["--wgrad-kernel", "apex"],
     "torchao": ["--fp8-hybrid", "--fp8-kernel", "torchao"],
 }
 MODEL = (
