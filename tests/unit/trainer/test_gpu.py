@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.attention import attend_flash, attend_math, prefer_kernels
 from megaflow_trainer.parallel.apply import Plan, parallelize
 from megaflow_trainer.parallel.mesh import Launch, Mesh, build_mesh
+from megaflow_trainer.training import run as run_module
 from megaflow_trainer.training import step as step_module
 from megaflow_trainer.training.clock import FORWARD, H2D, HOST_WAIT, LOADER_BOUND, PHASES, Clock
 from megaflow_trainer.training.feed import Feed
@@ -109,8 +112,33 @@ def test_measured_phases_are_97_percent_of_a_step(tmp_path: Path) -> None:
         assert line["memory_peak_bytes"] > line["memory_weights_bytes"] + line["memory_optimizer_bytes"]
 
 
+@contextmanager
+def refusing_waits() -> Iterator[None]:
+    """Whatever lets the host wait for the GPU's numbers (`.item()`, `.tolist()`, `nonzero`, a copy to or from memory
+    that is not pinned) raises a RuntimeError.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
+def test_a_wait_of_the_host_is_seen() -> None:
+    number = torch.ones((), device="cuda")
+    for wait in (number.item, number.tolist, number.cpu):
+        with refusing_waits(), pytest.raises(RuntimeError, match="synchroniz"):
+            wait()
+    assert number.item() == 1
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_a_step_waits_for_nothing_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is never synchronised as a whole, and a bad step is skipped without asking it."""
+    """The device is never synchronised as a whole, nor asked for a number from the third step on, before which kernels
+    are made and compared; and a bad step is skipped without asking it. Experts are left out: they wait once a layer.
+    """
     waits: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append("device"))
     keep, counts = step_module.sum_losses, [0]
@@ -121,8 +149,17 @@ def test_a_step_waits_for_nothing_on_the_host(tmp_path: Path, monkeypatch: pytes
         return (loss * torch.nan, by_sample * torch.nan) if counts[0] == 5 else (loss, by_sample)
 
     monkeypatch.setattr(step_module, "sum_losses", spoil)
+    train_step, steps = run_module.train_step, [0]
+
+    def watch(*given: Any, **options: Any) -> Any:
+        steps[0] += 1
+        with refusing_waits() if steps[0] > 2 else nullcontext():
+            return train_step(*given, **options)
+
+    monkeypatch.setattr(run_module, "train_step", watch)
     run_tiny(write_pair(tmp_path / "toy"), [*LENGTH, "--run-dir", str(tmp_path / "run")], one_gpu())
     assert waits == []
+    assert steps == [8]
     lines = read_metrics(tmp_path / "run")
     assert [line["skipped_steps"] for line in lines] == [0, 0, 1, 0, 0, 0, 0, 0]
     norms = [line["param_norm"] for line in lines]
