@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,15 +30,19 @@ def check(flags: list[str], name: str, capability: tuple[int, int] | None) -> li
     "name, capability", [("Tesla V100", (7, 0)), ("NVIDIA A100", (8, 0)), ("NVIDIA RTX A6000", (8, 6))]
 )
 def test_fp8_on_an_old_gpu_is_refused_with_what_it_has(name: str, capability: tuple[int, int]) -> None:
-    has = f"{name} has {capability[0]}.{capability[1]}; use --bf16"
-    assert check(["--fp8-hybrid"], name, capability) == [f"fp8 (--fp8-hybrid) {NEEDS} {has}"]
-    assert check(["--fp8-format", "e4m3"], name, capability) == [f"fp8 (--fp8-e4m3) {NEEDS} {has}"]
+    has = f"{name} has {capability[0]}.{capability[1]}; drop"
+    assert check(["--fp8-hybrid"], name, capability) == [
+        f"fp8 (--fp8-hybrid) {NEEDS} {has} --fp8-hybrid and keep --bf16"
+    ]
+    assert check(["--fp8-format", "e4m3"], name, capability) == [
+        f"fp8 (--fp8-e4m3) {NEEDS} {has} --fp8-e4m3 and keep --bf16"
+    ]
     assert check([], name, capability) == []
 
 
 def test_fp8_without_a_gpu_is_refused() -> None:
     assert check(["--fp8-hybrid"], "cpu x86_64", None) == [
-        "fp8 (--fp8-hybrid) needs a GPU, and this run is on cpu x86_64; use --bf16"
+        "fp8 (--fp8-hybrid) needs a GPU, and this run is on cpu x86_64; drop --fp8-hybrid and keep --bf16"
     ]
 
 
@@ -56,6 +61,34 @@ def test_the_device_is_asked_before_data_are_opened_or_a_model_is_built(
     monkeypatch.setattr(run_module, "open_data", forbidden)
     with pytest.raises(ConfigError, match=r"fp8 \(--fp8-hybrid\) needs a GPU, and this run is on cpu"):
         run_tiny(write_pair(tmp_path / "d"), ["--train-iters", "1", "--bf16", "--fp8-hybrid"])
+
+
+@pytest.mark.parametrize("name", ["flash_attn_4", "flash_attn_2", "transformer_engine", "flash", "cudnn"])
+def test_an_attention_that_cannot_run_is_refused_before_data_are_opened(name: str) -> None:
+    flags = ["--train-iters", "1", "--data-path", "/nowhere", "--attention-backend", name]
+    with pytest.raises(ConfigError, match=f"^attention '{name}' cannot run here: .* needs a CUDA GPU and this machine"):
+        run_tiny("/nowhere", flags)
+
+
+def test_what_a_device_cannot_do_is_told_at_once() -> None:
+    flags = [
+        "--fp8-hybrid",
+        "--norm-kernel",
+        "liger",
+        "--attention-backend",
+        "flash_attn_4",
+        "--attention-dropout",
+        "0.1",
+    ]
+    config = read_command([*RUN, *flags], world_size=1)[0]
+    with pytest.raises(ConfigError) as caught:
+        refuse_device(config, torch.device("cpu"))
+    fp8, norm, attention = str(caught.value).splitlines()
+    assert fp8.startswith("fp8 (--fp8-hybrid) needs a GPU, and this run is on cpu")
+    assert norm.startswith("--norm-kernel liger cannot run here: liger-kernel needs a CUDA GPU")
+    assert attention.startswith("attention 'flash_attn_4' cannot run here: flash-attn-4 needs a CUDA GPU")
+    graph = replace(config, step=replace(config.step, cuda_graph="local"))
+    assert len(check_device(graph, Device("cpu x86_64", None))) == 2
 
 
 def test_the_capability_is_that_of_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -435,5 +435,18 @@ def test_ranks_that_share_a_layer_or_divide_layers_are_refused() -> None:
         read_command([*words, "--loss-kernel", "liger", "--tensor-model-parallel-size", "2"], world_size=2)
     with pytest.raises(ConfigError, match="does not go with parallel"):
         read_command([*words, *ENGINE, "--pipeline-model-parallel-size", "2"], world_size=2)
-    _, notes = read_command([*words, "--fp8-kernel", "torchao"], world_size=1)
-    assert "kernels.fp8 (--fp8-kernel) has no effect without --fp8-format" in notes
+
+
+@pytest.mark.parametrize("precision_flags", [[], ["--bf16"], ["--fp16"]])
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        (["--fp8-kernel", "torchao"], "kernels.fp8 (--fp8-kernel)"),
+        (["--fp8-recipe", "delayed"], "precision.recipe (--fp8-recipe)"),
+    ],
+)
+def test_what_is_for_fp8_alone_is_said_to_have_no_effect_without(
+    flags: list[str], name: str, precision_flags: list[str]
+) -> None:
+    words = [*TINY, "--train-iters", "1", "--data-path", "x", *precision_flags, *flags]
+    assert f"{name} has no effect without --fp8-format" in read_command(words, world_size=1)[1]

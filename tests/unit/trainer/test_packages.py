@@ -179,6 +179,24 @@ def test_what_a_kernel_lacks_is_said_before_the_package_is_looked_for(monkeypatc
     assert "takes heads up to 128 wide" in refuse("flash_attn_4", need(head_dim=192))
 
 
+def test_all_that_a_kernel_lacks_is_said_at_once_and_the_device_first() -> None:
+    given = need(device=CPU, dtype=torch.float32, head_dim=100, has_dropout=True, has_documents=True, value_dim=300)
+    rest = (
+        "it needs 16-bit weights, and without --bf16 they are fp32; it is not told of bounds between documents "
+        "(--reset-attention-mask); it takes heads up to 256 wide in steps of 8, and these are 100; "
+        "it takes heads up to 256 wide in steps of 8, and these are 300; use sdpa or math, or auto"
+    )
+    for name, package, own in (
+        ("flash_attn_4", "flash-attn-4", "has no dropout (--attention-dropout 0)"),
+        ("flash_attn_2", "flash-attn", "takes values as wide as keys, and these are 300 and 100"),
+        ("transformer_engine", "transformer-engine", "is used without dropout here (--attention-dropout 0)"),
+    ):
+        assert refuse(name, given) == (
+            f"attention {name!r} cannot run here: {package} needs a CUDA GPU and this machine's device is cpu; "
+            f"it {own}; {rest}"
+        )
+
+
 def test_a_run_that_asks_for_one_is_refused_in_words() -> None:
     for name in ("flash_attn_4", "flash_attn_2", "transformer_engine"):
         words = [*TINY, "--train-iters", "1", "--data-path", "x", "--bf16", "--attention-backend", name]

@@ -307,17 +307,20 @@ def check_recompute(config: TrainConfig) -> list[str]:
 
 def check_device(config: TrainConfig, device: Device) -> list[str]:
     """What a device cannot do that the configuration asks of it."""
+    faults = []
     if config.step.cuda_graph != "none" and device.capability is None:
-        return [f"CUDA graphs (--cuda-graph-impl local) need a GPU, and this run is on {device.name}; drop the flag"]
+        faults.append(
+            f"CUDA graphs (--cuda-graph-impl local) need a GPU, and this run is on {device.name}; drop the flag"
+        )
     if config.step.fp8 == "none":
-        return []
-    asked = f"fp8 (--fp8-{config.step.fp8})"
+        return faults
+    flag = f"--fp8-{config.step.fp8}"
     if device.capability is None:
-        return [f"{asked} needs a GPU, and this run is on {device.name}; use --bf16"]
-    if device.capability < FP8_CAPABILITY:
-        found = f"{device.name} has {device.capability[0]}.{device.capability[1]}"
-        return [f"{asked} needs compute capability 8.9 or newer (Ada, Hopper, Blackwell), and {found}; use --bf16"]
-    return []
+        faults.append(f"fp8 ({flag}) needs a GPU, and this run is on {device.name}; drop {flag} and keep --bf16")
+    elif device.capability < FP8_CAPABILITY:
+        found = f"{device.name} has {device.capability[0]}.{device.capability[1]}; drop {flag} and keep --bf16"
+        faults.append(f"fp8 ({flag}) needs compute capability 8.9 or newer (Ada, Hopper, Blackwell), and {found}")
+    return faults
 
 
 def check_loading(config: TrainConfig) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,41 +67,48 @@ def _make_engine(heads: int, groups: int, width: int, value_width: int, scale: f
     return make(heads, widths, num_gqa_groups=groups, attention_dropout=0.0, qkv_format="bshd", softmax_scale=scale)
 
 
-def _find_obstacle(need: Need, package: Package, *paths: str, least: tuple[int, int], widest: int) -> str | None:
-    """What a kernel of a package lacks for a need: the device first, then the package, then the shape."""
-    if need.device.type != "cuda":
-        return f"{package.name} needs a CUDA GPU and this machine's device is {need.device.type}"
-    if torch.cuda.get_device_capability(need.device) < least:
-        name = torch.cuda.get_device_name(need.device)
-        return f"{package.name} needs compute capability {least[0]}.{least[1]}, {name} has less"
+def _find_obstacle(
+    need: Need, package: Package, *paths: str, least: tuple[int, int], widest: int, own: Sequence[str | None] = ()
+) -> str | None:
+    """All that a kernel of a package lacks for a need: the device first, then what is its own, dtype and shape; if
+    there is nothing of that, what keeps the package from loading.
+    """
+    lacks = [_find_lack_of_device(need.device, least), *own]
     if need.dtype not in (torch.bfloat16, torch.float16):
-        return f"{package.name} needs 16-bit weights, and without --bf16 they are fp32"
+        lacks.append("needs 16-bit weights, and without --bf16 they are fp32")
     if need.has_documents:
-        return f"{package.name} is not told of bounds between documents (--reset-attention-mask)"
-    for width in (need.head_dim, need.value_dim or need.head_dim):
+        lacks.append("is not told of bounds between documents (--reset-attention-mask)")
+    for width in dict.fromkeys((need.head_dim, need.value_dim or need.head_dim)):
         if width > widest or width % 8:
-            return f"{package.name} takes heads up to {widest} wide in steps of 8, and these are {width}"
-    return package.find_obstacle(*paths)
+            lacks.append(f"takes heads up to {widest} wide in steps of 8, and these are {width}")
+    found = [lack for lack in lacks if lack is not None]
+    return f"{package.name} {'; it '.join(found)}" if found else package.find_obstacle(*paths)
+
+
+def _find_lack_of_device(device: torch.device, least: tuple[int, int]) -> str | None:
+    if device.type != "cuda":
+        return f"needs a CUDA GPU and this machine's device is {device.type}"
+    if torch.cuda.get_device_capability(device) < least:
+        return f"needs compute capability {least[0]}.{least[1]}, {torch.cuda.get_device_name(device)} has less"
+    return None
 
 
 def _flash_4_obstacle(need: Need) -> str | None:
-    if need.has_dropout:
-        return "flash-attn-4 has no dropout (--attention-dropout 0)"
+    own = ["has no dropout (--attention-dropout 0)" if need.has_dropout else None]
     is_blackwell = need.device.type == "cuda" and torch.cuda.get_device_capability(need.device) >= (10, 0)
     widest = 128 if is_blackwell else 256
-    return _find_obstacle(need, FLASH_4, FORWARD, BACKWARD, least=(9, 0), widest=widest)
+    return _find_obstacle(need, FLASH_4, FORWARD, BACKWARD, least=(9, 0), widest=widest, own=own)
 
 
 def _flash_2_obstacle(need: Need) -> str | None:
-    if need.value_dim not in (None, need.head_dim):
-        return f"flash-attn 2 takes values as wide as keys, and these are {need.value_dim} and {need.head_dim}"
-    return _find_obstacle(need, FLASH_2, _FLASH_2, least=(8, 0), widest=256)
+    is_even = need.value_dim in (None, need.head_dim)
+    own = None if is_even else f"takes values as wide as keys, and these are {need.value_dim} and {need.head_dim}"
+    return _find_obstacle(need, FLASH_2, _FLASH_2, least=(8, 0), widest=256, own=[own])
 
 
 def _engine_obstacle(need: Need) -> str | None:
-    if need.has_dropout:
-        return "Transformer Engine's attention is used without dropout here (--attention-dropout 0)"
-    return _find_obstacle(need, ENGINE, _ENGINE, least=(8, 0), widest=256)
+    own = ["is used without dropout here (--attention-dropout 0)" if need.has_dropout else None]
+    return _find_obstacle(need, ENGINE, _ENGINE, least=(8, 0), widest=256, own=own)
 
 
 PACKAGES: tuple[Entry, ...] = (

@@ -24,7 +24,6 @@ from megaflow_trainer.model.gpt import GPT, build_gpt
 from megaflow_trainer.model.init import init_weights
 from megaflow_trainer.model.sockets import Sockets
 from megaflow_trainer.ops.grouped import choose_product
-from megaflow_trainer.ops.registry import Need
 from megaflow_trainer.optim.optimizer import DTYPES, Optimizer
 from megaflow_trainer.optim.scaler import build_scaler
 from megaflow_trainer.optim.schedule import Planner, build_planner
@@ -40,7 +39,13 @@ from megaflow_trainer.training.data import RunData, sampler_of
 from megaflow_trainer.training.documents import Documents
 from megaflow_trainer.training.feed import Feed
 from megaflow_trainer.training.guards import Guard
-from megaflow_trainer.training.kernels import choose_attention, choose_compile, choose_graph
+from megaflow_trainer.training.kernels import (
+    choose_attention,
+    choose_compile,
+    choose_graph,
+    find_attention_need,
+    find_dtype,
+)
 from megaflow_trainer.training.manifest import Origin, describe_data, write_manifest
 from megaflow_trainer.training.preflight import describe_needs, refuse_parts
 from megaflow_trainer.training.resume import resume_or_start
@@ -114,18 +119,8 @@ def set_up(config: TrainConfig, data: RunData, loader: Loader, mesh: Mesh, notes
 def build_model(config: TrainConfig, mesh: Mesh) -> ParallelModel:
     """The model with initial weights, ready for the mesh; a mesh on the device `meta` gives its shapes alone."""
     torch.set_float32_matmul_precision("high" if config.step.allows_tf32 else "highest")
-    dtype = torch.float64 if config.step.dtype == "fp64" else DTYPES[config.step.dtype]
-    own = config.model
-    need = Need(
-        device=mesh.device,
-        dtype=dtype,
-        head_dim=own.qk_dim + own.qk_rotary_dim if own.is_latent else own.head_width,
-        value_dim=own.v_dim if own.is_latent else None,
-        has_dropout=own.attention_dropout > 0,
-        has_window=config.model.window is not None,
-        has_documents=config.model.resets_attention,
-    )
-    attention = choose_attention(config, mesh, need)
+    dtype = find_dtype(config)
+    attention = choose_attention(config, mesh, find_attention_need(config, mesh.device))
     kernels = KernelConfig() if mesh.device.type == "meta" else config.kernels  # shapes alone need none
     refuse_parts(kernels, mesh.device)
     is_wide = config.parallel.zero == 3 and can_divide(mesh, config.model)  # then weights are their own masters

@@ -24,12 +24,32 @@ from megaflow_trainer.ops.attention_timing import (
     time_attention,
 )
 from megaflow_trainer.ops.registry import Entry, Need, choose
+from megaflow_trainer.optim.optimizer import DTYPES
 from megaflow_trainer.parallel.collectives import do_on_first
 from megaflow_trainer.parallel.data import MainGradients
 from megaflow_trainer.parallel.fsdp import DividedGradients
 from megaflow_trainer.parallel.graphs import CudaRecorder, MicroBatchGraph
 from megaflow_trainer.parallel.mesh import Mesh
 from megaflow_trainer.training.say import say
+
+
+def find_dtype(config: TrainConfig) -> torch.dtype:
+    """What products are computed in."""
+    return torch.float64 if config.step.dtype == "fp64" else DTYPES[config.step.dtype]
+
+
+def find_attention_need(config: TrainConfig, device: torch.device) -> Need:
+    """What a run asks of the attention kernel."""
+    own = config.model
+    return Need(
+        device=device,
+        dtype=find_dtype(config),
+        head_dim=own.qk_dim + own.qk_rotary_dim if own.is_latent else own.head_width,
+        value_dim=own.v_dim if own.is_latent else None,
+        has_dropout=own.attention_dropout > 0,
+        has_window=own.window is not None,
+        has_documents=own.resets_attention,
+    )
 
 
 def choose_attention(config: TrainConfig, mesh: Mesh, need: Need) -> Entry:

@@ -13,22 +13,30 @@ from megaflow_trainer.config.cost_table import describe_plan
 from megaflow_trainer.config.flags import find_spelling
 from megaflow_trainer.config.memory import describe_memory, estimate_memory
 from megaflow_trainer.config.sections import KernelConfig, TrainConfig
+from megaflow_trainer.ops.attention import ATTENTION
 from megaflow_trainer.ops.layer_packages import PARTS
+from megaflow_trainer.ops.registry import choose
 from megaflow_trainer.parallel.kernels import list_parts
+from megaflow_trainer.training.kernels import find_attention_need
 from megaflow_trainer.training.manifest import describe_device
 
 
 def refuse_device(config: TrainConfig, device: torch.device) -> None:
-    """Refuse what this rank's device cannot do.
+    """Refuse what this rank's device cannot do, and what the packages that are named lack here.
 
     Raises:
-        ConfigError: naming flag, reason and remedy.
+        ConfigError: naming flag, reason and remedy, a line each.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    faults = check_device(config, Device(describe_device(device), capability))
+    faults = check_device(config, Device(describe_device(device), capability)) + list_part_faults(
+        config.kernels, device
+    )
+    try:
+        choose("attention", ATTENTION, config.model.attention, find_attention_need(config, device))
+    except ConfigError as error:
+        faults.append(str(error))
     if faults:
         raise ConfigError("\n".join(faults))
-    refuse_parts(config.kernels, device)
 
 
 def describe_needs(config: TrainConfig, device: torch.device) -> list[str]:
@@ -64,11 +72,17 @@ def refuse_parts(config: KernelConfig, device: torch.device) -> None:
     Raises:
         ConfigError: naming flag, reason and remedy, a line each.
     """
+    faults = list_part_faults(config, device)
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+def list_part_faults(config: KernelConfig, device: torch.device) -> list[str]:
+    """A line for each part of a model that a package cannot compute here."""
     faults = []
     for name, value in list_parts(config):
         reason = PARTS[name, value].find_obstacle(device)
         if reason is not None:
             flag = find_spelling(f"kernels.{name}")
             faults.append(f"{flag} {value} cannot run here: {reason}; drop {flag}")
-    if faults:
-        raise ConfigError("\n".join(faults))
+    return faults
