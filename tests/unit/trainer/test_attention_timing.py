@@ -17,6 +17,7 @@ from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
 from megaflow_trainer.config.sections import TrainConfig
 from megaflow_trainer.model.rope import Rotary, rotate_both
+from megaflow_trainer.ops import attention_timing
 from megaflow_trainer.ops.attention import ATTENTION, attend_math, attend_sdpa
 from megaflow_trainer.ops.attention_packages import PACKAGES
 from megaflow_trainer.ops.attention_timing import (
@@ -102,6 +103,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events of a GPU, by which everything takes 1 ms."""
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+
+
+def test_a_gpu_has_work_before_a_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is timed is the host that launches it."""
+    done: list[str] = []
+    event = SimpleNamespace(record=lambda: done.append("clock"), synchronize=lambda: None, elapsed_time=lambda _: 1.0)
+
+    def attend(*heads: torch.Tensor, **options: Any) -> torch.Tensor:
+        done.append("kernel")
+        return attend_sdpa(*heads, **options)
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(attention_timing, "keep_busy", lambda dtype, device: done.append(f"{dtype} {device}"))
+    assert time_attention(Entry(name="good", function=attend), SHAPE, NEED, repeats=1) == 1.0
+    assert done == ["torch.float32 cpu", "clock", "kernel", "clock"] * 3
+
+
+def test_the_work_before_it_is_a_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch, "ones", lambda *shape, **options: made.append(options) or torch.zeros(1))
+    monkeypatch.setattr(torch, "mm", lambda *_, **__: made.append("product"))
+    attention_timing.keep_busy(torch.bfloat16, torch.device("cpu"))
+    assert not made
+    attention_timing.keep_busy(torch.bfloat16, torch.device("cuda"))
+    assert made == [{"dtype": torch.bfloat16, "device": torch.device("cuda")}] + ["product"] * 30
 
 
 @pytest.mark.usefixtures("clock")

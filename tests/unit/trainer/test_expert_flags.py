@@ -14,7 +14,7 @@ from megaflow_trainer.config import TrainConfig, read_command
 from megaflow_trainer.config.layout import Layout, make_layout
 from megaflow_trainer.model.gpt import GPT
 from megaflow_trainer.model.moe import MoE
-from megaflow_trainer.ops.grouped import GROUPED, LOOP, choose_product
+from megaflow_trainer.ops.grouped import GROUPED, LOOP, Product, choose_product
 from megaflow_trainer.parallel.apply import ParallelModel
 from megaflow_trainer.parallel.expert import AllGather, AllToAll, shard_experts
 from megaflow_trainer.parallel.shards import ShardMap
@@ -72,6 +72,15 @@ def test_widths_that_the_grouped_kernel_cannot_read_are_multiplied_one_by_one(
     with pytest.raises(ConfigError, match=rf"multiples of {16 // dtype.itemsize} in .* {odd[0]} .*by {odd[1]} "):
         choose_product("grouped", torch.device("cpu"), dtype, rows_per_group=9, widths=odd)
     assert choose_product("grouped", torch.device("cpu"), dtype, rows_per_group=9, widths=fits) is GROUPED
+
+
+@pytest.mark.parametrize("rows, product", [(1, GROUPED), (1023.5, GROUPED), (1024, LOOP), (1e6, LOOP)])
+def test_on_a_gpu_few_rows_a_group_are_multiplied_together(rows: float, product: Product) -> None:
+    gpu = torch.device("cuda")
+    assert choose_product("auto", gpu, torch.bfloat16, rows_per_group=rows, widths=(64, 24)) is product
+    assert choose_product("auto", gpu, torch.float32, rows_per_group=rows, widths=(64, 24)) is LOOP
+    cpu = torch.device("cpu")
+    assert choose_product("auto", cpu, torch.bfloat16, rows_per_group=rows, widths=(64, 24)) is LOOP
 
 
 @pytest.mark.parametrize(

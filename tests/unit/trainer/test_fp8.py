@@ -118,6 +118,28 @@ def test_a_weights_gradient_is_added_to_its_main_gradient(recipe: type[Tensorwis
         layer.weight.grad = None
 
 
+@pytest.mark.parametrize("has_main_grad", [False, True])
+@pytest.mark.parametrize("recipe", [TensorwiseProduct, RowwiseProduct])
+def test_sums_are_quick_in_forward_alone(
+    recipe: type[TensorwiseProduct | RowwiseProduct], has_main_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of gradients are exact, however they reach their place."""
+    quick: list[bool] = []
+    multiply = torch._scaled_mm
+
+    def see(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, use_fast_accum: bool, **options: Any) -> Tensor:
+        quick.append(use_fast_accum)
+        scales = (scale_a, scale_b) if scale_a.dim() == 0 else (torch.ones(()), torch.ones(()))  # a GPU's alone
+        return multiply(a, b, scale_a=scales[0], scale_b=scales[1], use_fast_accum=use_fast_accum, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", see)
+    monkeypatch.setattr(Tensor, "is_cuda", recipe is RowwiseProduct, raising=False)
+    layer, x, grad = make_layer(recipe("hybrid"), False, rows=32)
+    layer.product.main_grad = torch.zeros(48, 32) if has_main_grad else None
+    layer(x).backward(grad)
+    assert quick == [True, False, False][: 3 if recipe is TensorwiseProduct else 2]
+
+
 class Counts(torch.utils._python_dispatch.TorchDispatchMode):
     """How often each op of this project was run."""
 

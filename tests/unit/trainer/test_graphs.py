@@ -151,6 +151,22 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_why(message: str, words:
     assert model.weight.grad is None
 
 
+def test_what_a_recording_that_failed_left_is_no_gradient() -> None:
+    """A backward that ends before its hooks leaves gradients of memory that was only recorded."""
+    graph, recorder, model = make_graph([])
+
+    def fail(work: Any) -> Any:
+        model.weight.grad = torch.full_like(model.weight, torch.nan)
+        raise RuntimeError("capture failed")
+
+    recorder.record = fail  # type: ignore[method-assign]
+    for _ in range(2):  # the first one runs as it is
+        graph.run(lambda inputs: (inputs[0] + 1,), (torch.ones(2),))
+    assert graph.has_failed
+    graph.gradients.reduce()
+    assert [kept.abs().sum().item() for kept in graph.gradients.kept] == [0]
+
+
 @pytest.mark.parametrize(
     ("flags", "ranks", "words"),
     [

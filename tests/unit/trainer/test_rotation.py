@@ -64,6 +64,18 @@ def test_a_kernel_whose_results_are_wrong_is_left_alone_in_words(fault: str, mon
                 assert find(CPU, dtype, (5, 6, 24, 4, 8), is_interleaved) is None
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("units, is_right", [(0, True), (1, True), (8, False)])
+def test_a_kernel_may_round_otherwise_and_not_compute_otherwise(dtype: torch.dtype, units: int, is_right: bool) -> None:
+    """One head of one token that is off by so many units of the last place."""
+
+    def run(heads: Tensor, num_turned: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> None:
+        turn_back_plainly(heads, num_turned, cos, sin, is_interleaved=is_interleaved)
+        heads[1, 2, 0] *= 1 + units * torch.finfo(dtype).eps
+
+    assert rotation.is_right(run, CPU, dtype, (5, 6, 24, 4, 8), is_interleaved=False) == is_right
+
+
 def test_where_no_kernel_can_be_made_plain_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megaflow_trainer.ops.rotation_kernel", None)
     with pytest.warns(UserWarning, match="since a kernel could not be made: ModuleNotFoundError"):

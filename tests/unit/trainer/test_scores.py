@@ -97,6 +97,27 @@ def test_where_no_kernel_can_be_made_the_other_serves(monkeypatch: pytest.Monkey
         assert scores_module._find_kernel.__wrapped__(CPU, torch.float32, 8) is None
 
 
+def test_the_kernel_is_told_of_the_vocabulary_and_not_of_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    asked: list[Any] = []
+
+    def run(scores: Tensor, target: Tensor, weights: Tensor, losses: Tensor, scale: float, vocab_size: int) -> None:
+        asked.append((scale, vocab_size))
+        own, grad = score_chunk(scores.as_subclass(Tensor), target, weights, scale, vocab_size)
+        losses.copy_(own)
+        scores.copy_(grad)
+
+    monkeypatch.setattr(scores_module, "_find_kernel", lambda *given: asked.append(given) or run)
+    scores, rest = torch.randn(3, 8), (torch.tensor([0, 1, 4]), torch.tensor([1.0, 0.5, 2.0]), 0.7, 5)
+    wanted = score_chunk(scores, *rest)
+    found = prefer_kernel(lambda *_: pytest.fail("the kernel is to be asked"))(scores.clone().as_subclass(OnGpu), *rest)
+    assert asked == [(CPU, torch.float32, 8), (0.7, 5)]
+    for own, other in zip(found, wanted, strict=True):
+        assert torch.equal(own.as_subclass(Tensor), other)
+
+
 @needs_triton
 def test_accesses_are_wide() -> None:
     """As a Hopper GPU runs it, for 50304 columns in bf16: 16 bytes at once, read in either pass and written."""
