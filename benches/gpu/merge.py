@@ -5,8 +5,9 @@
 
 Two sides stand in a line only if row, sizes, ranks, layout, recipe, fp8 and recompute agree; a run without a partner
 has a line of its own. Where a side ran several times, the median is followed by the least and the most. MFU is model
-FLOP/s over one peak, that of products in bf16, in fp8 rows too; the ceiling is what the GPU reached in a large product
-in bf16 before and after the runs. Memory is torch's peak on one GPU.
+FLOP/s over one peak, that of products in bf16, in fp8 rows too; the ceiling is what the warm GPU reached in a large
+product before and after the runs, in fp8 for rows in fp8 (in bf16, and the cell says so, where that was not measured).
+Memory is torch's peak on one GPU.
 """
 
 from __future__ import annotations
@@ -143,10 +144,24 @@ def take_best(tried: list[list[dict[str, Any]]]) -> Side:
     return Side(rates[best], tried[best], len(tried))
 
 
-def find_ceiling(run: dict[str, Any]) -> float | None:
-    """The mean of what was measured before and after the runs of a command."""
-    measured = [value for value in run.get("ceilings_flops_per_s", []) if value]
-    return statistics.mean(measured) if measured else None
+def list_ceilings(run: dict[str, Any], kind: str, state: str = "warm") -> list[float]:
+    """What was measured before and after the runs of a command, of a format and a state; older files have the warm ones
+    in bf16 alone.
+    """
+    if "ceilings" in run:
+        measured = [found.get(f"{kind}_{state}_flops_per_s") for found in run["ceilings"]]
+    else:
+        measured = run.get("ceilings_flops_per_s", []) if (kind, state) == ("bf16", "warm") else []
+    return [value for value in measured if value]
+
+
+def find_ceiling(run: dict[str, Any]) -> tuple[float | None, str]:
+    """The mean of the warm ceilings in the format of a run, and what must be said of it in a cell."""
+    kind = "bf16" if run["fp8"] == "none" else "fp8"
+    if measured := list_ceilings(run, kind):
+        return statistics.mean(measured), "" if kind == "bf16" else " of fp8's"
+    measured = list_ceilings(run, "bf16")
+    return (statistics.mean(measured), " of bf16's, fp8's not measured") if measured else (None, "")
 
 
 def find_peak(run: dict[str, Any]) -> float | None:
@@ -158,11 +173,11 @@ def find_peak(run: dict[str, Any]) -> float | None:
 def show_shares(side: Side) -> tuple[str, str]:
     """MFU, with the causal one in brackets, and the share of the ceiling."""
     run, rate = side.run, side.rate / side.run["ranks"]
-    flops, peak, ceiling = run.get("flops_per_token"), find_peak(side.run), find_ceiling(side.run)
+    flops, peak, (ceiling, remark) = run.get("flops_per_token"), find_peak(side.run), find_ceiling(side.run)
     mfu = f"{flops * rate / peak:.1%}" if flops and peak else "-"
     if flops and peak and run.get("flops_per_token_causal"):
         mfu += f" ({run['flops_per_token_causal'] * rate / peak:.1%})"
-    return mfu, f"{flops * rate / ceiling:.1%}" if flops and ceiling else "-"
+    return mfu, f"{flops * rate / ceiling:.1%}{remark}" if flops and ceiling else "-"
 
 
 def show_phases(run: dict[str, Any]) -> tuple[str, str, str]:
@@ -221,19 +236,33 @@ def list_rows(results: Sequence[dict[str, Any]]) -> Iterator[str]:
             yield format_row(key, own, rival)
 
 
+def show_commit(commit: str | None) -> str:
+    """A commit, and whether files of the checkout differed from it."""
+    if commit is None:
+        return "commit unknown"
+    return f"commit {commit.removesuffix('+')} ({'files changed' if commit.endswith('+') else 'clean'})"
+
+
+def show_ceilings(run: dict[str, Any], kind: str) -> str:
+    """What a product in a format reached before and after the runs, warm and cold."""
+    measured, cold = list_ceilings(run, kind), list_ceilings(run, kind, "cold")
+    if not measured:
+        return "not measured"
+    text = " then ".join(f"{value / 1e12:.0f}" for value in measured) + " TFLOP/s"
+    text += f" ({measured[-1] / measured[0] - 1:+.1%})" if len(measured) > 1 else ""
+    return text + (f", cold {' then '.join(f'{value / 1e12:.0f}' for value in cold)}" if cold else "")
+
+
 def list_machines(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What stands above the table: of each command the machine, versions and ceiling."""
+    """What stands above the table: of each command the machine, versions and ceilings."""
     for command, run in {str(run.get("command")): run for run in results}.items():
         machine = run.get("machine") or {}
         versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())
-        measured = [value for value in run.get("ceilings_flops_per_s", []) if value]
-        ceiling = "not measured"
-        if measured:
-            ceiling = " then ".join(f"{value / 1e12:.0f}" for value in measured) + " TFLOP/s"
-            ceiling += f" ({measured[-1] / measured[0] - 1:+.1%})" if len(measured) > 1 else ""
+        uuid = (machine.get("uuid") or "unknown").removeprefix("GPU-")[:8]
         yield (
-            f"- {command}: {machine.get('gpu') or 'no GPU'}; {versions or 'versions unknown'}; "
-            f"commit {machine.get('commit') or 'unknown'}; 8192^3 product in bf16: {ceiling}"
+            f"- {command}: {machine.get('gpu') or 'no GPU'}, uuid {uuid}; {versions or 'versions unknown'}; "
+            f"{show_commit(machine.get('commit'))}; 8192^3 product in bf16: {show_ceilings(run, 'bf16')}; "
+            f"in fp8: {show_ceilings(run, 'fp8')}"
         )
 
 

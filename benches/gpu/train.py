@@ -15,7 +15,7 @@ recompute, with the row's usual flags for the rest; with a value those flags sta
 that have it run plain torch (`rival_torch.py`) too, others if `--torch` asks for it. Sides alternate. Sizes in
 `--flags` are handed over; where a rival cannot follow a flag, nothing is run.
 
-In a process of its own, before the runs and behind them, a large product is timed (`machine.py`). JSON is written to
+In a process of its own, before the runs and behind them, large products are timed (`machine.py`). JSON is written to
 `benches/results/`, a file a row and set of flags; the same command replaces its own. `merge.py` makes the table.
 """
 
@@ -170,8 +170,8 @@ def main() -> None:
     out = options.out or name_file(options)
     out.parent.mkdir(parents=True, exist_ok=True)
     machine = measure_machine()
-    ceilings = [machine.pop("ceiling_flops_per_s", None)]
-    shared = {"machine": machine, "ceilings_flops_per_s": ceilings, "command": f"{out.name} {machine.get('date')}"}
+    ceilings = [machine.pop("ceilings", {})]
+    shared = {"machine": machine, "ceilings": ceilings, "command": f"{out.name} {machine.get('date')}"}
     found: list[dict[str, Any]] = []
     for row, own in runs.items():
         for _ in range(options.rounds):
@@ -181,7 +181,7 @@ def main() -> None:
                 text = json.dumps(shown) if "error" not in result else result["error"]
                 print(row, result["side"], result["recipe"], repr(result["flags"]), text, flush=True)
                 out.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    ceilings.append(measure_machine().get("ceiling_flops_per_s"))
+    ceilings.append(measure_machine().get("ceilings", {}))
     out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(f"written: {out}")
     if all("error" in result for result in found):

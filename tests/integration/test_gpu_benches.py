@@ -1,12 +1,10 @@
-"""Benchmarks for GPUs, as far as a machine without one can tell: commands, records, pairs of sides, the table."""
+"""Benchmarks for GPUs, as far as a machine without one can tell: commands, records, pairs of sides."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,157 +14,16 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from helpers.gpu_benches import import_benches, start
 from helpers.pairs import write_pair
 
-FOLDER = Path(__file__).resolve().parents[2] / "benches" / "gpu"
-SCRIPTS = ("facts", "keys", "merge", "rows", "train")
+SCRIPTS = ("facts", "keys", "rows", "train")
 
 
 @pytest.fixture(scope="module")
 def benches() -> Iterator[dict[str, ModuleType]]:
-    """The modules by name; they find one another in their folder."""
-    before, path = set(sys.modules), list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    yield {name: importlib.import_module(name) for name in SCRIPTS}
-    sys.path[:] = path
-    for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) and Path(str(sys.modules[name].__file__)).parent == FOLDER:
-            del sys.modules[name]
-
-
-def start(script: str, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FOLDER / script), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-
-
-def make_run(side: str = "megaflow", rate: float = 1000.0, **more: Any) -> dict[str, Any]:
-    """A run as train.py writes it; megaflow's phases explain 99 % of its step."""
-    run: dict[str, Any] = {
-        "row": "gpt-1.3b",
-        "side": side,
-        "flags": "",
-        "recipe": "fp32",
-        "ranks": 1,
-        "layout": {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "sp": 0, "zero": 0},
-        "fp8": "none",
-        "attention": "auto",
-        "recompute": "none",
-        "sizes": "--num-layers 24",
-        "flops_per_token": 494.5e9,
-        "flops_per_token_causal": 400e9,
-        "tokens_per_s": rate,
-        "step_time_s": 1.0,
-        "memory_peak_bytes": 2**31,
-        "machine": {"gpu": "NVIDIA H200", "versions": {"torch": "2.11.0", "triton": "3.6.0"}, "commit": "abc"},
-        "ceilings_flops_per_s": [800e12, 780e12],
-        "command": "one",
-    }
-    if side == "megaflow":
-        run |= {"loader_bound_s": 0.01, "forward_s": 0.3, "backward_s": 0.6, "optimizer_s": 0.08, "other_s": 0.01}
-    return {**run, **more}
-
-
-def read_table(tmp_path: Path, runs: list[dict[str, Any]]) -> tuple[str, list[list[str]]]:
-    """What merge.py prints, and the cells of its rows."""
-    file = tmp_path / "gpu-x.json"
-    file.write_text(json.dumps(runs))
-    done = start("merge.py", str(file))
-    assert done.returncode == 0, done.stderr
-    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
-    return done.stdout, lines[1:]
-
-
-def test_the_table_names_machine_and_ceiling_and_shares_of_both(tmp_path: Path) -> None:
-    text, rows = read_table(tmp_path, [make_run(), make_run("megatron-core", 800.0)])
-    assert "NVIDIA H200; torch 2.11.0, triton 3.6.0; commit abc; 8192^3 product in bf16: 800 then 780 TFLOP/s" in text
-    (row,) = rows
-    assert row[5] == "1.250"
-    assert row[6] == "50.0% (40.4%) / 40.0% (32.4%)"  # of 989 TFLOP/s
-    assert row[7] == "62.6% / 50.1%"  # of 790
-    assert row[10] == "1.00%"
-    assert row[11] == "10.0/-/300.0/600.0/-/80.0/-/10.0"
-    assert row[12] == "99.00% (100.00%)"
-
-
-def test_a_phase_split_that_does_not_add_up_is_told(tmp_path: Path) -> None:
-    _, rows = read_table(tmp_path, [make_run(backward_s=0.5, other_s=0.11)])
-    assert rows[0][12] == "89.00% (100.00%), below 97%"
-
-
-def test_fp8_rows_are_measured_by_the_same_peak(tmp_path: Path) -> None:
-    _, rows = read_table(tmp_path, [make_run(fp8="delayed")])
-    assert rows[0][6] == "50.0% (40.4%)"
-    assert "fp8 delayed" in rows[0][1]
-
-
-@pytest.mark.parametrize(
-    "unlike",
-    [
-        {"ranks": 2},
-        {"layout": {"tp": 2, "pp": 1, "cp": 1, "ep": 1, "sp": 1, "zero": 0}},
-        {"recipe": "bf16"},
-        {"fp8": "tensorwise"},
-        {"recompute": "mlp"},
-        {"sizes": "--num-layers 12"},
-        {"row": "gpt-1.3b-mbs8"},
-    ],
-    ids=str,
-)
-def test_runs_that_differ_stand_alone(tmp_path: Path, unlike: dict[str, Any]) -> None:
-    _, rows = read_table(tmp_path, [make_run(), make_run("megatron-core", 800.0, **unlike)])
-    assert [row[5] for row in rows] == ["-", "-"]
-    assert sorted((row[2] == "-", row[4] == "-") for row in rows) == [(False, True), (True, False)]
-
-
-def test_attention_and_flags_are_each_sides_own_choice(tmp_path: Path) -> None:
-    runs = [make_run(flags="--a"), make_run("megatron-core", 800.0, flags="--b", attention="flash")]
-    runs.append(make_run("megatron-core", 700.0, flags="--b", attention="fused"))
-    _, rows = read_table(tmp_path, runs)
-    assert rows[0][3] == "Megatron-Core `--b` (attention flash, best of 2)"
-    assert rows[0][5] == "1.250"
-
-
-def test_rounds_are_shown_by_median_and_spread(tmp_path: Path) -> None:
-    runs = [make_run(rate=rate) for rate in (1000.0, 3000.0, 2000.0)]
-    _, rows = read_table(tmp_path, [*runs, make_run("torch", 1000.0, command="two")])
-    assert rows[0][2] == "2.0 k (1.0 to 3.0, 3 runs)"
-    assert rows[0][5] == "2.000 *"  # of another command
-
-
-def test_a_failed_run_and_a_note_are_told_below(tmp_path: Path) -> None:
-    lost = {"row": "tiny", "side": "torch", "flags": "", "recipe": "bf16", "error": "error: out of memory"}
-    text, rows = read_table(tmp_path, [make_run(notes=["added apart"]), lost])
-    assert len(rows) == 1
-    assert "failed: tiny torch bf16 '': error: out of memory" in text
-    assert "note: gpt-1.3b megaflow '': added apart" in text
-
-
-def drop(name: str) -> list[dict[str, Any]]:
-    run = make_run()
-    del run[name]
-    return [run]
-
-
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        (None, "cannot be read: No such file"),
-        ("{", "not JSON"),
-        ('{"rows": []}', "expected a list of runs, found dict"),
-        (json.dumps(drop("layout")), "run 0: no 'layout'; was it measured by an older train.py?"),
-        (json.dumps(drop("tokens_per_s")), "run 0: no 'tokens_per_s'"),
-        (json.dumps([make_run(), make_run(rate=0)]), "run 1: tokens_per_s must be a number above 0, got 0"),
-        (json.dumps([make_run(layout={"tp": 1})]), "run 0: no 'pp'"),
-    ],
-)
-def test_a_file_that_cannot_be_merged_ends_in_a_sentence(tmp_path: Path, content: str | None, words: str) -> None:
-    file = tmp_path / "gpu-x.json"
-    if content is not None:
-        file.write_text(content)
-    done = start("merge.py", str(file))
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert words in done.stderr
+    with import_benches(*SCRIPTS) as modules:
+        yield modules
 
 
 def test_every_row_has_runs_that_its_rivals_can_follow(benches: dict[str, ModuleType]) -> None:
@@ -308,7 +165,7 @@ def test_one_command_runs_both_sides_in_turn_and_is_merged(tmp_path: Path) -> No
         assert "error" not in run
         assert "--seq-length 16" in run["sizes"]
         assert run["machine"]["versions"]["torch"] == torch.__version__
-        assert run["ceilings_flops_per_s"] == [None, None]
+        assert run["ceilings"] == [{}, {}]
     merged = start("merge.py", str(out))
     assert merged.returncode == 0, merged.stderr
     (row,) = [line for line in merged.stdout.splitlines() if line.startswith("| tiny")]
