@@ -339,8 +339,9 @@ def parse_options() -> argparse.Namespace:
             "--transformer-impl local goes with neither --fp8 nor --tp: its layers have no fp8, its norms no sequence "
             "parallelism"
         )
-    if options.steps < 1:
-        parser.error(f"--steps must be >= 1, got {options.steps}")
+    for name, least in (("steps", 1), ("kernels", 0)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be >= {least}, got {getattr(options, name)}")
     return options
 
 

@@ -134,8 +134,9 @@ def parse_options() -> argparse.Namespace:
     sizes = read_sizes(f"{ROWS[options.row].shape} {options.sizes}")
     if sizes.num_experts:
         parser.error(f"{options.row} has experts, and this model has none")
-    if options.steps < 1:
-        parser.error(f"--steps must be >= 1, got {options.steps}")
+    for name, least in (("steps", 1), ("kernels", 0)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be >= {least}, got {getattr(options, name)}")
     return argparse.Namespace(**vars(options), read=sizes, tp=1, ep=1, fp8=None, recompute=None, attention="sdpa")
 
 

@@ -36,6 +36,7 @@ from rows import RECIPE_FLAGS, ROWS
 
 USUAL = "usual"
 """`--rival` or `--torch` without a value."""
+LEAST = {"ranks": 1, "rounds": 1, "steps": 1, "window": 1, "kernels": 0}
 NOT_IN_TABLE = ("tiny", "llama-6.7b")
 SHOWN = (
     "tokens_per_s",
@@ -145,11 +146,11 @@ def parse_options() -> tuple[argparse.Namespace, dict[str, list[dict[str, Any]]]
         )
     if unknown := [row for row in options.rows if row not in ROWS]:
         parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
-    if not 1 <= options.window <= options.steps:
+    for name, least in LEAST.items():
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be >= {least}, got {getattr(options, name)}")
+    if options.window > options.steps:
         parser.error(f"--window must be from 1 to --steps ({options.steps}), got {options.window}")
-    for name in ("ranks", "rounds"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be >= 1, got {getattr(options, name)}")
     options.rows = list(dict.fromkeys(options.rows)) or [row for row in ROWS if row not in NOT_IN_TABLE]
     runs = {}
     for row in options.rows:

@@ -125,7 +125,12 @@ def test_commands_that_differ_write_to_different_files(benches: dict[str, Module
     [
         (["nope"], "no row nope; there are tiny, gpt2-124m"),
         (["--rival", "tiny"], "name rows before --rival"),
-        (["tiny", "--window", "99"], "--window must be from 1 to --steps"),
+        (["tiny", "--window", "99"], "--window must be from 1 to --steps (16), got 99"),
+        (["tiny", "--window", "0"], "--window must be >= 1, got 0"),
+        (["tiny", "--steps", "0"], "--steps must be >= 1, got 0"),
+        (["tiny", "--rounds", "0"], "--rounds must be >= 1, got 0"),
+        (["tiny", "--ranks", "-1"], "--ranks must be >= 1, got -1"),
+        (["tiny", "--kernels", "-3"], "--kernels must be >= 0, got -3"),
         (["tiny", "--flags=--no-such-flag"], "--no-such-flag is not a flag of this trainer"),
         (["tiny"], "there is no nowhere.bin"),
     ],
@@ -134,6 +139,14 @@ def test_a_wrong_command_ends_in_a_sentence(words: list[str], told: str) -> None
     done = start("train.py", "--data", "nowhere", *words)
     assert done.returncode == 2
     assert told in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("script", ["rival_torch.py", "rival_megatron.py"])
+@pytest.mark.parametrize("flag, least", [("--steps", 1), ("--kernels", 0)])
+def test_a_rival_refuses_a_number_below_the_least(script: str, flag: str, least: int) -> None:
+    done = start(script, "tiny", flag, str(least - 1))
+    assert done.returncode == 2
+    assert f"{flag} must be >= {least}, got {least - 1}" in " ".join(done.stderr.split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
