@@ -18,6 +18,8 @@ VOCAB = 50304
 """Rows of the embedding that COMMON asks for."""
 RECIPE_FLAGS = {"fp32": "", "bf16": "--all-bf16"}
 """Weights in bf16 with masters, moments and gradient sums in fp32; everything in bf16."""
+ATTENTIONS = ("", "--attention fused")
+"""Of Megatron-Core: what Transformer Engine chooses (flash-attn 4 where it is installed), and cuDNN's."""
 DELAYED, TENSORWISE = "--fp8-hybrid --fp8-recipe delayed", "--fp8-hybrid --fp8-recipe tensorwise"
 
 
@@ -54,29 +56,39 @@ ROWS = {
         shape="--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 32 "
         "--global-batch-size 64",
         flags=("--enable-cuda-graph",),
-        megatron=("--graphs local",),
+        megatron=("--graphs local", "--graphs local --attention fused"),
         torch=("",),
     ),
-    "gpt-1.3b": Row(shape=f"{SMALL} --micro-batch-size 16 --global-batch-size 32", torch=("",)),
-    "gpt-1.3b-mbs8": Row(shape=f"{SMALL} --micro-batch-size 8 --global-batch-size 32", torch=("",)),
-    "gpt-1.3b-fp8": Row(shape=f"{SMALL} --micro-batch-size 16 --global-batch-size 32", flags=(TENSORWISE, DELAYED)),
+    "gpt-1.3b": Row(shape=f"{SMALL} --micro-batch-size 16 --global-batch-size 32", megatron=ATTENTIONS, torch=("",)),
+    "gpt-1.3b-mbs8": Row(
+        shape=f"{SMALL} --micro-batch-size 8 --global-batch-size 32", megatron=ATTENTIONS, torch=("",)
+    ),
+    "gpt-1.3b-fp8": Row(
+        shape=f"{SMALL} --micro-batch-size 16 --global-batch-size 32",
+        flags=(TENSORWISE, DELAYED),
+        megatron=ATTENTIONS,
+    ),
     "gpt-1.3b-local": Row(
         shape=f"{SMALL} --micro-batch-size 4 --global-batch-size 32", megatron=("--transformer-impl local",)
     ),
     "llama-1.3b": Row(
-        shape=f"{SMALL} --ffn-hidden-size 5632 {LLAMA} {UNTIED} --micro-batch-size 8 --global-batch-size 32"
+        shape=f"{SMALL} --ffn-hidden-size 5632 {LLAMA} {UNTIED} --micro-batch-size 8 --global-batch-size 32",
+        megatron=ATTENTIONS,
     ),
     "gpt-6.7b": Row(
         shape=f"{LARGE} --micro-batch-size 2 --global-batch-size 4",
+        megatron=ATTENTIONS,
         recipes=("bf16", "fp32"),
         extra=(("fp32", "--recompute-granularity selective --recompute-modules mlp"),),
     ),
     "llama-6.7b": Row(
         shape=f"{LARGE} --ffn-hidden-size 11008 {LLAMA} {UNTIED} --micro-batch-size 2 --global-batch-size 4",
+        megatron=ATTENTIONS,
         recipes=("bf16",),
     ),
     "llama-6.7b-fp8": Row(
         shape=f"{LARGE} --ffn-hidden-size 11008 {LLAMA} {UNTIED} --micro-batch-size 2 --global-batch-size 4",
+        megatron=ATTENTIONS,
         flags=(TENSORWISE,),
         recipes=("bf16",),
     ),

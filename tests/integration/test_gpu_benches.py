@@ -42,6 +42,21 @@ def test_every_row_has_runs_that_its_rivals_can_follow(benches: dict[str, Module
     assert kinds["gpt-6.7b"] == {("bf16", "none", "none"), ("fp32", "none", "mlp")}
 
 
+@pytest.mark.parametrize(
+    "row", ["gpt-1.3b", "gpt-1.3b-mbs8", "gpt-1.3b-fp8", "llama-1.3b", "gpt-6.7b", "llama-6.7b-fp8"]
+)
+def test_a_dense_row_tries_both_attentions_of_the_rival(benches: dict[str, ModuleType], row: str) -> None:
+    options = argparse.Namespace(flags=[], recipe=[], ranks=1, rival=["usual"], torch=[])
+    for run in benches["train"].list_runs(row, options):
+        derived = benches["facts"].derive_megatron(run)
+        tried = [flags for _, flags in benches["train"].list_rivals(run, options)]
+        assert tried == [derived, f"{derived} --attention fused"]
+
+
+def test_the_smallest_row_tries_both_attentions_of_the_rival_in_its_graphs(benches: dict[str, ModuleType]) -> None:
+    assert benches["rows"].ROWS["gpt2-124m"].megatron == ("--graphs local", "--graphs local --attention fused")
+
+
 def test_torchrun_hands_every_usual_flag_of_a_rival_on(benches: dict[str, ModuleType]) -> None:
     """It reads flags behind the script too, as its own if they begin like several of them: --local did."""
     options = argparse.Namespace(flags=[], recipe=[], ranks=1, rival=["usual"], torch=None)
@@ -103,7 +118,8 @@ def test_plain_torch_is_left_out_on_two_gpus_unless_it_is_asked_for(benches: dic
     options = argparse.Namespace(flags=["--use-distributed-optimizer"], recipe=[], ranks=2, rival=["usual"], torch=None)
     (facts,) = benches["train"].list_runs("gpt-1.3b", options)
     assert facts["layout"]["zero"] == 1
-    assert benches["train"].list_rivals(facts, options) == [("rival_megatron.py", "--recipe fp32")]
+    scripts = [script for script, _ in benches["train"].list_rivals(facts, options)]
+    assert scripts == ["rival_megatron.py", "rival_megatron.py"]
     options.torch = ["usual"]
     with pytest.raises(benches["facts"].RefusedError, match="no several ranks"):
         benches["train"].list_rivals(facts, options)
