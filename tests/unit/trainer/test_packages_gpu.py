@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,14 +105,11 @@ def test_attention_of_heads_side_by_side_equals_that_of_three_tensors(
 
 
 def load_bench() -> Any:
-    """benches/gpu/extras.py, which holds the cases."""
-    path = Path(__file__).resolve().parents[3] / "benches" / "gpu" / "extras.py"
-    spec = importlib.util.spec_from_file_location("extras", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["extras"] = module
-    spec.loader.exec_module(module)
+    """benches/gpu/extras.py, which holds the cases; its modules find one another in their folder."""
+    folder, path = Path(__file__).resolve().parents[3] / "benches" / "gpu", list(sys.path)
+    sys.path.insert(0, str(folder))
+    module = importlib.import_module("extras")
+    sys.path[:] = path
     return module
 
 
