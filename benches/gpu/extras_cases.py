@@ -23,12 +23,14 @@ from megaflow_trainer.ops.fp8 import DelayedProduct, RowwiseProduct, TensorwiseP
 from megaflow_trainer.ops.layer_packages import (
     PARTS,
     ApexProduct,
+    EngineNormedProduct,
     EngineProduct,
     TorchaoProduct,
     gate_liger,
     loss_liger,
     make_engine_scope,
     make_norm_kernel,
+    pass_on,
     rotate_liger,
 )
 from megaflow_trainer.ops.linear import Linear, Product
@@ -173,6 +175,33 @@ def norm_case(package: str, kind: type[LayerNorm | RMSNorm]) -> Case:
     return Case(f"{package}: {kind.__name__}", 3e-2, lambda _: obstacle(), make)
 
 
+def normed_case(kind: type[LayerNorm | RMSNorm]) -> Case:
+    """A norm and the linear layer behind it, which adds to its main gradient."""
+    engine = PARTS["layers", "transformer_engine"]
+
+    def make(sizes: dict[str, int]) -> tuple[Way, Way, Way]:
+        x = draw(sizes["batch"], sizes["length"], sizes["width"])
+        weight = draw(sizes["inner"], sizes["width"], scale=0.02, seed=2)
+
+        def build(*, is_joined: bool) -> Way:
+            norm = kind(sizes["width"], eps=1e-5).to(DEVICE, torch.bfloat16)
+            layer = Linear(sizes["width"], sizes["inner"], bias=False).to(DEVICE, torch.bfloat16)
+            layer.weight = nn.Parameter(weight.detach().clone())
+            if is_joined:
+                layer.product, norm.kernel = EngineNormedProduct(layer.weight, norm), pass_on
+            layer.product.main_grad = torch.zeros(layer.weight.shape, device=DEVICE)
+            forward = compiled(lambda x: layer(norm(x)), is_traceable=not is_joined)
+            own = x.detach().clone().requires_grad_()
+            return Way(forward, [own], [layer.weight, *norm.parameters()], {0: layer.product.main_grad})
+
+        norm, wide = kind(sizes["width"], eps=1e-5).to(DEVICE), widen(weight)
+        reference = Way(lambda x: norm(x) @ wide.T, [widen(x)], [wide, *norm.parameters()])
+        return build(is_joined=False), build(is_joined=True), reference
+
+    name = f"transformer_engine: {kind.__name__} and linear"
+    return Case(name, 2e-2, lambda _: engine.find_obstacle(DEVICE), make)
+
+
 def gate_case() -> Case:
     """The product with SwiGLU's gate."""
 
@@ -310,6 +339,8 @@ def list_cases() -> Iterator[Case]:
             yield from (joined_case(entry, is_turned=is_turned) for is_turned in (False, True))
     engine = ("layers", "transformer_engine")
     yield linear_case("transformer_engine: linear", 1e-2, EngineProduct, engine)
+    yield normed_case(RMSNorm)
+    yield normed_case(LayerNorm)
     for recipe in ("tensorwise", "delayed"):
         scope = partial(make_engine_scope, recipe, "hybrid", None)
         yield linear_case(f"transformer_engine: fp8 {recipe}", 8e-2, EngineProduct, engine, scope)

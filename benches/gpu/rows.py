@@ -97,6 +97,7 @@ ROWS = {
         f"{LLAMA} --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --micro-batch-size 8 "
         "--global-batch-size 32",
         flags=("--moe-router-force-load-balancing",),
+        megatron=ATTENTIONS,
     ),
 }
 NUMBERS = ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "global-batch-size")

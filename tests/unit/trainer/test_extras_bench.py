@@ -69,6 +69,21 @@ def test_a_kernel_may_write_into_what_it_is_handed_and_pays_for_no_copy(
     assert ways.compare(native, reference) < 1e-2
 
 
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_a_norm_and_the_product_behind_it_are_compared_with_both(
+    kind: str, benches: dict[str, ModuleType], cases: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_packages.install_engine(monkeypatch)
+    case = cases.normed_case(getattr(cases, kind))
+    native, other, reference = case.make(SIZES)
+    for way in (native, other):
+        assert benches["extras_ways"].compare(way, reference) < case.tolerance
+    with torch.no_grad():
+        other.weights[1].mul_(1.5)  # the norm's: the product has the norm's own weights
+    assert benches["extras_ways"].compare(other, reference) > case.tolerance
+    assert len(other.run()) == len(reference.run()) == (5 if kind == "LayerNorm" else 4)
+
+
 def test_rotary_turns_parts_of_one_product(
     benches: dict[str, ModuleType], cases: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
