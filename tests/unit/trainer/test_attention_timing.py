@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.gpu_benches import import_benches
 from helpers.runs import one_rank
 from megaflow.errors import ConfigError
 from megaflow_trainer.config import read_command
@@ -276,21 +275,20 @@ def test_what_is_not_finite_differs_without_bound_and_nothing_does_not() -> None
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_benches_see_what_is_not_a_number(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     """Neither passes over it, wherever it is."""
-    folder = Path(__file__).resolve().parents[3] / "benches" / "gpu"
-    monkeypatch.syspath_prepend(str(folder))
-    extras, rival = (importlib.import_module(name) for name in ("extras", "rival_megatron"))
     found, wanted = [torch.ones(3) for _ in range(3)], [torch.ones(3) for _ in range(3)]
+    with import_benches("extras_ways", "rival_megatron") as benches:
+        ways, rival = benches["extras_ways"], benches["rival_megatron"]
+        monkeypatch.setattr(ways.Way, "run", lambda way: list(way.forward()))
 
-    def compare() -> tuple[float, float]:
-        one, other = (extras.Way(lambda own=own: tuple(own), []) for own in (found, wanted))
-        monkeypatch.setattr(extras.Way, "run", lambda way: list(way.forward()))
-        return extras.compare(one, other), rival.find_largest(list(zip(found, wanted, strict=True)))
+        def compare() -> tuple[float, float]:
+            one, other = (ways.Way(lambda own=own: tuple(own), []) for own in (found, wanted))
+            return ways.compare(one, other), rival.find_largest(list(zip(found, wanted, strict=True)))
 
-    assert compare() == (0, 0)
-    found[place][1] = 1.5
-    assert compare() == (0.5, 0.5)
-    found[place][1] = math.nan
-    assert not any(error <= 1 for error in compare())
+        assert compare() == (0, 0)
+        found[place][1] = 1.5
+        assert compare() == (0.5, 0.5)
+        found[place][1] = math.nan
+        assert not any(error <= 1 for error in compare())
 
 
 def attend_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
